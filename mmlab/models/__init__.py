@@ -1,0 +1,1 @@
+"""Networks, each with its sharding table as data."""

@@ -1,0 +1,1 @@
+"""What to run: schema, checks, layout, schedule."""

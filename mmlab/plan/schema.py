@@ -1,0 +1,338 @@
+"""The plan: what to train and which rank computes what.
+
+Every field carries a docstring with its unit; it becomes help text, form label
+and tooltip. Fields marked `LIVE` may change while a run goes on (`run.set`).
+Nothing here imports torch: the checker and the notebook start in no time.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+LIVE: dict[str, Any] = {"live": True}
+"""Marks a field that `run.set` may change at a step boundary."""
+
+Precision = Literal["fp64", "fp32", "bf16", "fp16"]
+Compressor = Literal["none", "bf16", "fp16", "int8", "topk", "powersgd", "onebit"]
+MODULES = ("vision", "projector", "language")
+"""The three trainable parts, in the order data flows through them."""
+
+
+class Section(BaseModel):
+    """Base of all plan sections: unknown keys refused, immutable, documented."""
+
+    model_config = ConfigDict(
+        extra="forbid",
+        frozen=True,
+        use_attribute_docstrings=True,
+        validate_default=True,
+        allow_inf_nan=False,
+    )
+
+
+class VisionConfig(Section):
+    """The image encoder, a ViT with SigLIP's or CLIP's names and shapes."""
+
+    family: Literal["siglip", "clip"] = "siglip"
+    """Which Hugging Face class the names and shapes follow: SigLIP (no class token, tanh GELU, biased patch
+    embedding) or CLIP (class token dropped after the encoder, pre-layernorm, quick GELU)."""
+    image_size: int = Field(64, ge=1)
+    """Side of the square image (tile) that the encoder sees, in pixels."""
+    patch_size: int = Field(16, ge=1)
+    """Side of a square patch, in pixels. image_size must be a multiple of it."""
+    hidden: int = Field(96, ge=1)
+    """Width of the encoder, in elements."""
+    layers: int = Field(2, ge=1)
+    """Number of transformer blocks."""
+    heads: int = Field(4, ge=1)
+    """Number of attention heads; must divide hidden."""
+    intermediate: int = Field(0, ge=0)
+    """Width of the MLP, in elements; 0 means 4 x hidden."""
+    norm_eps: float = Field(1e-6, gt=0)
+    """Epsilon of the layer norms, dimensionless."""
+
+    @property
+    def mlp_width(self) -> int:
+        """Width of the MLP in elements, with 0 resolved."""
+        return self.intermediate or 4 * self.hidden
+
+    @property
+    def tokens_per_tile(self) -> int:
+        """Image tokens that one image (tile) becomes: patches per side, squared."""
+        return (self.image_size // self.patch_size) ** 2
+
+
+class ProjectorConfig(Section):
+    """The two-layer MLP from the encoder's width to the language model's (LLaVA-1.5)."""
+
+    hidden: int = Field(0, ge=0)
+    """Width between the two linear layers, in elements; 0 means the language model's width."""
+
+
+class LanguageConfig(Section):
+    """The decoder, with Llama's / Qwen2's names and shapes."""
+
+    vocab_size: int = Field(1024, ge=1)
+    """Rows of the embedding table, in tokens; at least the tokenizer's size, a multiple of tp."""
+    hidden: int = Field(128, ge=1)
+    """Width of the decoder, in elements."""
+    layers: int = Field(4, ge=1)
+    """Number of decoder blocks."""
+    heads: int = Field(4, ge=1)
+    """Number of query heads; must divide hidden."""
+    kv_heads: int = Field(4, ge=1)
+    """Number of key/value heads (grouped-query attention); must divide heads."""
+    intermediate: int = Field(0, ge=0)
+    """Width of the SwiGLU MLP, in elements; 0 means 8/3 x hidden rounded up to a multiple of 64."""
+    attention_bias: bool = False
+    """Bias on q, k and v projections (Qwen2 has it, Llama does not)."""
+    tied_embeddings: bool = True
+    """Whether the output layer shares the embedding table."""
+    rope_theta: float = Field(10000.0, gt=0)
+    """Base of the rotary position embedding, dimensionless."""
+    norm_eps: float = Field(1e-6, gt=0)
+    """Epsilon of the RMS norms, dimensionless."""
+    max_positions: int = Field(2048, ge=1)
+    """Longest sequence the model admits, in tokens, image tokens included."""
+
+    @property
+    def mlp_width(self) -> int:
+        """Width of the MLP in elements, with 0 resolved."""
+        return self.intermediate or -(-8 * self.hidden // 3 // 64) * 64
+
+    @property
+    def head_dim(self) -> int:
+        """Width of one head, in elements."""
+        return self.hidden // self.heads
+
+
+class ModelConfig(Section):
+    """The three parts of the model."""
+
+    vision: VisionConfig = VisionConfig()
+    """The image encoder."""
+    projector: ProjectorConfig = ProjectorConfig()
+    """From image features to image tokens."""
+    language: LanguageConfig = LanguageConfig()
+    """The decoder."""
+
+
+class ParallelConfig(Section):
+    """Who computes what: degrees, placement and pipeline schedule."""
+
+    vision: Literal["own_ranks", "first_stage", "all_ranks"] = "own_ranks"
+    """Where the encoder runs: on ranks of its own, merged with the first language stage, or a share on every rank."""
+    vision_dp: int = Field(1, ge=0)
+    """Ranks of the encoder group (data parallel over images); 0 unless vision = "own_ranks"."""
+    dp: int = Field(1, ge=1)
+    """Data-parallel replicas of the language model."""
+    tp: int = Field(1, ge=1)
+    """Tensor-parallel ranks inside each stage."""
+    pp: int = Field(1, ge=1)
+    """Pipeline stages of the language model."""
+    cp: int = Field(1, ge=1)
+    """Context-parallel ranks (the sequence split)."""
+    cp_mode: Literal["ring", "ulysses"] = "ring"
+    """How context-parallel ranks attend over the whole sequence."""
+    cp_scope: Literal["all", "image"] = "all"
+    """Which tokens context parallelism splits."""
+    sp: bool = False
+    """Megatron sequence parallel inside the tensor group."""
+    projector: Literal["vision", "first_stage"] = "vision"
+    """Which side of the exchange computes the projector."""
+    transfer: Literal["p2p", "all_gather"] = "p2p"
+    """How image tokens reach the tensor group of the first stage."""
+    schedule: Literal["gpipe", "1f1b", "interleaved", "zb_h1", "zb_v"] = "1f1b"
+    """Order of forward and backward of microbatches in the pipeline."""
+    microbatches: int = Field(1, ge=1)
+    """Microbatches a step on each data-parallel replica."""
+    sharding: Literal["none", "zero1", "zero2", "zero3"] = "none"
+    """What is sharded over dp: nothing, optimizer, optimizer and gradients, parameters too."""
+    engine: Literal["native", "deepspeed"] = "native"
+    """What runs the training step."""
+
+
+class PrecisionConfig(Section):
+    """Number format of the computation; master weights and optimizer stay at least fp32."""
+
+    vision: Precision = "fp32"
+    """Format of the encoder's computation."""
+    projector: Precision = "fp32"
+    """Format of the projector's computation."""
+    language: Precision = "fp32"
+    """Format of the decoder's computation."""
+
+
+class OffloadConfig(Section):
+    """What leaves device memory between uses."""
+
+    mode: Literal["none", "optimizer", "parameters", "nvme"] = "none"
+    """Nothing, the optimizer state, optimizer and parameters, or both to NVMe."""
+
+
+class GroupCommunication(Section):
+    """How the gradients of one module group are reduced."""
+
+    compressor: Compressor = "none"
+    """Compression of the gradient reduction."""
+    bucket_mb: float = Field(4.0, gt=0)
+    """Size of a gradient bucket, in MB (1e6 bytes)."""
+
+
+class CommunicationConfig(Section):
+    """Gradient communication of the two data-parallel groups."""
+
+    vision: GroupCommunication = GroupCommunication()
+    """Encoder, and the projector where it lives beside the encoder."""
+    language: GroupCommunication = GroupCommunication()
+    """Decoder, and the projector where it lives on the first stage."""
+
+
+class DataConfig(Section):
+    """Which samples, in which order, cut to which length."""
+
+    path: str = "emoji"
+    """Folder of shards, a brace pattern such as "shards/train-{000000..000009}.tar", or a built-in set
+    ("emoji", "shapes"), which is made on first use in the data cache."""
+    held_out: str = ""
+    """Shards for evaluation; empty means the built-in set's own held-out split, or none."""
+    tokenizer: str = ""
+    """A Hugging Face tokenizer.json; empty means the one beside the shards."""
+    global_batch: int = Field(16, ge=1)
+    """Samples a step: dp x microbatches x microbatch size."""
+    seq_len: int = Field(128, ge=2)
+    """Longest sample, in tokens with image tokens expanded; longer text is cut at its end."""
+    lanes: int = Field(8, ge=1)
+    """Fixed walks through the shards; part of the order of samples, independent of the layout."""
+    seed: int = Field(0, ge=0)
+    """Seed of the order of samples, dimensionless."""
+    workers: int = Field(0, ge=0)
+    """Spawned decode processes for each rank that decodes; 0 decodes in a thread."""
+    max_bad_share: float = Field(0.05, ge=0, le=1)
+    """Share of undecodable images (of those seen so far, after the first 100) above which the run stops."""
+
+
+class ModuleTrain(Section):
+    """Optimizer (AdamW) of one module."""
+
+    lr: float = Field(1e-3, ge=0, json_schema_extra=LIVE)
+    """Base learning rate that the schedule scales, dimensionless."""
+    weight_decay: float = Field(0.0, ge=0, json_schema_extra=LIVE)
+    """Decoupled weight decay of matrices (not of biases and norms), per unit learning rate."""
+    frozen: bool = False
+    """Whether the module stays as it is: no gradient, no optimizer state."""
+    beta1: float = Field(0.9, ge=0, lt=1)
+    """AdamW's decay of the first moment, dimensionless."""
+    beta2: float = Field(0.95, ge=0, lt=1)
+    """AdamW's decay of the second moment, dimensionless."""
+    eps: float = Field(1e-8, gt=0)
+    """AdamW's epsilon, in units of the gradient."""
+    warmup_steps: int = Field(0, ge=0, json_schema_extra=LIVE)
+    """Steps of linear warm-up from 0 to the base learning rate."""
+    min_lr_ratio: float = Field(0.1, ge=0, le=1, json_schema_extra=LIVE)
+    """Learning rate at the end of the cosine, as a share of the base."""
+    init_from: str = ""
+    """A safetensors file or folder with this module's weights; empty means fresh from the seed."""
+
+
+class TrainConfig(Section):
+    """How long and how to train."""
+
+    steps: int = Field(100, ge=1, json_schema_extra=LIVE)
+    """Optimizer steps of the run (also the length of the cosine)."""
+    seed: int = Field(0, ge=0)
+    """Seed of the initial weights, dimensionless."""
+    clip_norm: float = Field(1.0, ge=0, json_schema_extra=LIVE)
+    """Largest global gradient norm, in units of the gradient; 0 means no clipping."""
+    activation_checkpointing: bool = False
+    """Recompute each block's activations in backward instead of keeping them."""
+    eval_every: int = Field(0, ge=0, json_schema_extra=LIVE)
+    """Steps between evaluations on held-out samples; 0 means only at the end, if there are any."""
+    eval_samples: int = Field(64, ge=0)
+    """Held-out samples an evaluation uses (rounded down to whole microbatches); 0 means no evaluation."""
+    sample_images: int = Field(8, ge=0)
+    """Held-out pictures for which an evaluation writes text."""
+    vision: ModuleTrain = ModuleTrain()
+    """The encoder's optimizer."""
+    projector: ModuleTrain = ModuleTrain()
+    """The projector's optimizer."""
+    language: ModuleTrain = ModuleTrain()
+    """The decoder's optimizer."""
+
+
+class CheckpointConfig(Section):
+    """When to save and what to keep."""
+
+    every_steps: int = Field(0, ge=0, json_schema_extra=LIVE)
+    """Steps between checkpoints; 0 means only on command and at the end."""
+    at_end: bool = True
+    """Whether a finished run saves a last checkpoint."""
+    keep_last: int = Field(3, ge=0, json_schema_extra=LIVE)
+    """Periodic checkpoints kept; 0 keeps all. Ones made on command are always kept."""
+
+
+class ClusterConfig(Section):
+    """The engines."""
+
+    profile: str = ""
+    """An ipyparallel profile; empty means local engines."""
+    ranks_per_node: int = Field(0, ge=0)
+    """Ranks that fit on one node; 0 means all on one."""
+    threads: int = Field(0, ge=0)
+    """torch threads of each rank; 0 means max(1, cores // ranks of the host)."""
+    idle_timeout: float = Field(1800.0, gt=0)
+    """Seconds without run or client after which a lab ends itself."""
+    start_timeout: float = Field(180.0, gt=0)
+    """Seconds that local engines may take to start (batch profiles wait without limit)."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Where ranks compute; auto takes CUDA where torch sees one GPU for each rank of the host."""
+
+
+class TrackingConfig(Section):
+    """What is recorded about a run."""
+
+    telemetry: bool = True
+    """Whether each step records time per phase for each rank."""
+    trace_every: int = Field(10, ge=0)
+    """Steps between full traces (start and end of every op); 0 means never."""
+
+
+class Plan(Section):
+    """One run: model, layout, data, training. Methods are attached in `mmlab.plan`."""
+
+    name: str = "run"
+    """Name of the run; part of its folder's name."""
+    model: ModelConfig = ModelConfig()
+    """What is trained."""
+    parallel: ParallelConfig = ParallelConfig()
+    """Which rank computes what."""
+    precision: PrecisionConfig = PrecisionConfig()
+    """Number formats."""
+    offload: OffloadConfig = OffloadConfig()
+    """What leaves device memory."""
+    communication: CommunicationConfig = CommunicationConfig()
+    """Gradient communication."""
+    data: DataConfig = DataConfig()
+    """Samples and their order."""
+    train: TrainConfig = TrainConfig()
+    """Optimization."""
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    """Saving."""
+    cluster: ClusterConfig = ClusterConfig()
+    """Engines."""
+    tracking: TrackingConfig = TrackingConfig()
+    """Records."""
+
+    @property
+    def world_size(self) -> int:
+        """Ranks the plan needs: the encoder group plus dp x pp x cp x tp."""
+        p = self.parallel
+        own = p.vision_dp if p.vision == "own_ranks" else 0
+        return own + p.dp * p.pp * p.cp * p.tp
+
+    @property
+    def microbatch_size(self) -> int:
+        """Samples of one microbatch on one data-parallel replica."""
+        return self.data.global_batch // (self.parallel.dp * self.parallel.microbatches)

@@ -1,0 +1,1 @@
+"""Thin views of the lab."""
