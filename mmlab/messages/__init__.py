@@ -3,7 +3,7 @@
 from mmlab.messages.beacon import PHASES, Beacon, BeaconState, read_beacons
 from mmlab.messages.control import Ack, Command, Inbox, new_command, read_ack, send, wait_ack
 from mmlab.messages.events import Event, EventLog, follow_events, read_events
-from mmlab.messages.failures import Failure, read_failures, write_failure
+from mmlab.messages.failures import Failure, claim_report, read_failures, write_failure
 from mmlab.messages.files import RunPaths, process_alive, process_started, read_json, write_atomic, write_json
 
 __all__ = [
@@ -17,6 +17,7 @@ __all__ = [
     "Failure",
     "Inbox",
     "RunPaths",
+    "claim_report",
     "follow_events",
     "new_command",
     "process_alive",

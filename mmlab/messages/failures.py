@@ -45,3 +45,14 @@ def read_failures(failures: Path, generation: int) -> list[Failure]:
     found = [read_json(path) for path in (failures / f"generation-{generation}").glob("rank-*.json")]
     records = [Failure(**record) for record in found if record]
     return sorted(records, key=lambda failure: (failure.kind == "peer", failure.time))
+
+
+def claim_report(failures: Path, generation: int) -> bool:
+    """Whether the caller is the one to append the `state failed` event of this generation (the first to ask is)."""
+    folder = failures / f"generation-{generation}"
+    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        (folder / "reported").touch(exist_ok=False)
+    except FileExistsError:
+        return False
+    return True

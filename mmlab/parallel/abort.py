@@ -1,0 +1,47 @@
+"""Freeing a rank that is stuck in a gloo collective.
+
+`ProcessGroup.abort()` returns on gloo and unblocks nobody, and a rank inside a
+gloo wait ignores SIGINT. Shutting down the sockets that gloo opened does free
+it: the stuck call raises within half a second on both sides and the process
+and its tensors live on.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+
+import psutil
+
+
+def _sockets() -> dict[int, tuple[object, object]]:
+    connections = psutil.Process().net_connections(kind="tcp")
+    return {c.fd: (c.laddr, c.raddr) for c in connections if c.fd >= 0 and c.raddr}
+
+
+class SocketLedger:
+    """The TCP connections that process groups opened: those that were not there when the ledger was made.
+
+    Make it before the first group, call `mark` after the last one.
+    """
+
+    def __init__(self) -> None:
+        self._before = _sockets()
+        self._opened: dict[int, tuple[object, object]] = {}
+
+    def mark(self) -> None:
+        """Take note of what was opened since the ledger was made."""
+        self._opened = {fd: ends for fd, ends in _sockets().items() if self._before.get(fd) != ends}
+
+    def shutdown(self) -> int:
+        """Shut down the marked connections that still have the same two ends; returns how many."""
+        now = _sockets()
+        count = 0
+        for fd, ends in self._opened.items():
+            if now.get(fd) != ends:
+                continue  # closed meanwhile, and the number perhaps reused
+            with contextlib.suppress(OSError), socket.socket(fileno=os.dup(fd)) as connection:
+                connection.shutdown(socket.SHUT_RDWR)
+                count += 1
+        return count

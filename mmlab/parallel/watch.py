@@ -1,0 +1,71 @@
+"""What a rank does right now, how long each phase took, and which ops ran when.
+
+One object serves three readers: the beacon (seen from outside, even while the
+rank hangs), the time per phase of a step, and the trace of chosen steps.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from mmlab.messages import PHASES, Beacon
+
+_INDEX = {phase: index for index, phase in enumerate(PHASES)}
+
+
+class Watch:
+    """Times the phases of a step. `beacon` and `trace` (a JSONL file) may be None."""
+
+    def __init__(self, beacon: Beacon | None = None, trace: Path | None = None, telemetry: bool = True) -> None:
+        self.beacon = beacon
+        self.trace = trace
+        self.telemetry = telemetry
+        self.phase = "start"
+        self.step = 0
+        self.seconds = [0.0] * len(PHASES)
+        self._ops: list[tuple[str, int, float, float]] | None = None
+        self._began = time.perf_counter()
+        self._epoch = time.time()
+
+    def begin_step(self, step: int, traced: bool) -> None:
+        """Start a step: clear the phase times and, when traced, record its ops."""
+        self.step = step
+        self.seconds = [0.0] * len(PHASES)
+        self._ops = [] if traced and self.trace is not None else None
+        self._began, self._epoch = time.perf_counter(), time.time()
+        if self.beacon is not None:
+            self.beacon.step = step
+
+    def enter(self, phase: str, microbatch: int = -1) -> None:
+        """Say what happens from now on without timing it."""
+        self.phase = phase
+        if self.beacon is not None:
+            self.beacon.update(phase, microbatch)
+
+    @contextmanager
+    def timed(self, phase: str, kind: str = "", microbatch: int = -1) -> Iterator[None]:
+        """Time a phase; `kind` names the op in the trace."""
+        before = self.phase
+        self.enter(phase, microbatch)
+        start = time.perf_counter()
+        yield  # after an exception the beacon and `phase` go on naming the phase that failed
+        end = time.perf_counter()
+        if self.telemetry:
+            self.seconds[_INDEX[phase]] += end - start
+        if self._ops is not None and kind:
+            self._ops.append((kind, microbatch, start - self._began, end - self._began))
+        self.enter(before)
+
+    def end_step(self) -> None:
+        """Write the trace of a traced step."""
+        if self._ops is None or self.trace is None:
+            return
+        ops = [[kind, m, round(start, 6), round(end, 6)] for kind, m, start, end in self._ops]
+        line = {"step": self.step, "t0": round(self._epoch, 6), "ops": ops}
+        with open(self.trace, "a") as file:
+            file.write(json.dumps(line, separators=(",", ":")) + "\n")
+        self._ops = None
