@@ -55,12 +55,15 @@ def _parse(line: bytes) -> Event | None:
     return event if isinstance(event, dict) else None
 
 
-def read_events(path: Path, offset: int = 0) -> tuple[list[Event], int]:
-    """Whole lines from a byte offset on, and the offset after them. No file: none."""
+def read_events(path: Path, offset: int = 0, limit: int = -1) -> tuple[list[Event], int]:
+    """Whole lines from a byte offset on, and the offset after them. No file: none.
+
+    `limit` is the most bytes to read at once (-1: all); it must be larger than a line.
+    """
     try:
         with open(path, "rb") as file:
             file.seek(offset)
-            data = file.read()
+            data = file.read(limit)
     except FileNotFoundError:
         return [], offset
     end = data.rfind(b"\n") + 1
