@@ -1,0 +1,112 @@
+"""Commands about labs, data and JupyterLab."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from importlib.resources import files
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from mmlab.cli.shared import console
+from mmlab.errors import LabError
+
+NOTEBOOK = "01_quickstart.ipynb"
+
+
+def register(app: typer.Typer) -> None:
+    """Add the commands about labs and data."""
+    for name, command in (("lab", lab), ("labs", list_labs), ("close", close)):
+        app.command(name, rich_help_panel="Labs")(command)
+    data = typer.Typer(help="Make data sets.", no_args_is_help=True)
+    data.command("make")(make)
+    app.add_typer(data, name="data", rich_help_panel="Plans")
+
+
+def lab(
+    folder: Annotated[Path, typer.Argument(help="The working folder.")] = Path(),
+    arguments: Annotated[
+        list[str] | None, typer.Argument(help="Passed on to JupyterLab, such as --no-browser.")
+    ] = None,
+) -> None:
+    """Open JupyterLab on the quickstart notebook (copied to the folder if it is not there)."""
+    notebook = place_notebook(folder)
+    command = [sys.executable, "-m", "jupyterlab", str(notebook), *(arguments or [])]
+    process = subprocess.Popen(command)
+    while True:
+        try:
+            code = process.wait()
+            break
+        except KeyboardInterrupt:
+            continue  # the terminal interrupts JupyterLab too, which asks and ends by itself
+    if code:
+        raise LabError(f"JupyterLab ended with exit code {code}; its messages are above")
+
+
+def place_notebook(folder: Path) -> Path:
+    """Copy the quickstart notebook into a folder unless it is there; its path. LabError when it cannot be written."""
+    target = folder / NOTEBOOK
+    if target.exists():
+        return target
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(packaged_notebook(), target)
+    except OSError as error:
+        raise LabError(f"{target}: cannot be written ({error.strerror}); name a writable folder") from None
+    return target
+
+
+def packaged_notebook() -> Path:
+    """The notebook in the installed package, or in the source tree of an editable installation."""
+    package = Path(str(files("mmlab")))
+    places = (package / "notebooks" / NOTEBOOK, package.parent / "notebooks" / NOTEBOOK)
+    for place in places:
+        if place.is_file():
+            return place
+    raise LabError(f"the installation lacks {NOTEBOOK}; install mmlab again")
+
+
+def list_labs() -> None:
+    """List the live labs of this user."""
+    from rich.table import Table
+
+    from mmlab.lab import live_labs
+
+    found = live_labs()
+    if not found:
+        console().print("no live labs")
+        return
+    table = Table("lab", "state", "engines", "run", "folder", box=None)
+    for status in found:
+        table.add_row(*(str(status.get(key) or "") for key in ("id", "state", "engines", "run", "folder")))
+    console().print(table)
+
+
+def close(
+    name: Annotated[str, typer.Argument(metavar="[LAB]", help="A lab's id.")] = "",
+    all_: Annotated[bool, typer.Option("--all", help="Close all live labs.")] = False,
+) -> None:
+    """Close a lab: its run stops, its engines end."""
+    from mmlab.lab import Lab, live_labs
+
+    if bool(name) == all_:
+        raise LabError("name a lab, or give --all; `mmlab labs` lists them")
+    for lab_id in [name] if name else [status["id"] for status in live_labs()]:
+        Lab.attach(lab_id).close()
+        console().print(f"closed {lab_id}")
+
+
+def make(
+    name: Annotated[str, typer.Argument(help="emoji or shapes.")],
+    folder: Annotated[Path | None, typer.Argument(help="Where to; default: the data cache.")] = None,
+) -> None:
+    """Make a built-in data set: shards, held-out split and tokenizer."""
+    from mmlab.data.datasets import make_dataset
+
+    out = console()
+    with out.status(f"making {name}"):
+        made = make_dataset(name, folder)
+    out.print(f"{name}: {made}", soft_wrap=True)

@@ -1,0 +1,69 @@
+"""Commands about plans, without engines: new, check, layout; and verify, which starts ranks of its own."""
+
+from __future__ import annotations
+
+import sys
+from typing import Annotated
+
+import typer
+
+from mmlab.cli.shared import JsonOption, Overrides, PlanArgument, check_writable, console, load_plan, write_results
+from mmlab.errors import PlanError, RunFailed
+
+
+def register(app: typer.Typer) -> None:
+    """Add the commands about plans."""
+    for command in (new, check, layout, verify):
+        app.command(rich_help_panel="Plans")(command)
+
+
+def new(preset: Annotated[str, typer.Argument(help="quickstart, laptop, llava-7b, vlm-70b.")]) -> None:
+    """Print a preset's plan as TOML: `mmlab new laptop > plan.toml`."""
+    from mmlab.plan import Plan
+
+    sys.stdout.write(Plan.preset(preset).dumps())
+
+
+def check(plan: PlanArgument, overrides: Overrides = None) -> None:
+    """Check a plan: each problem with its field and a fix."""
+    loaded = load_plan(plan, overrides)
+    problems = loaded.check()
+    if problems:
+        console().print(problems)
+        count = len(problems)
+        raise PlanError(f"{plan}: {count} problem{'s' if count > 1 else ''}")
+    console().print(f"{plan}: no problems; it needs {loaded.world_size} ranks")
+
+
+def layout(plan: PlanArgument, overrides: Overrides = None) -> None:
+    """Show which rank computes what, and the pipeline schedule."""
+    loaded = load_plan(plan, overrides)
+    loaded.check().raise_if_any()
+    out = console()
+    out.print(loaded.layout())
+    out.print(loaded.schedule())
+
+
+def verify(
+    plan: PlanArgument,
+    overrides: Overrides = None,
+    steps: Annotated[int, typer.Option(min=1, help="Optimizer steps to compare.")] = 3,
+    json: JsonOption = None,
+) -> None:
+    """Compare the plan with one process: every gradient and weight, in float64."""
+    check_writable(json)
+    loaded = load_plan(plan, overrides)
+    loaded.check().raise_if_any()
+    out = console()
+    # Imported here: this is the one command that needs torch in its own process.
+    from mmlab.train.verify import verify as verify_plan
+
+    with out.status(f"verifying {loaded.name} on {loaded.world_size} ranks") as status:
+        result = verify_plan(loaded, steps=steps, progress=lambda text: status.update(str(text)))
+    write_results(json, {**result, "plan": loaded.model_dump(mode="json")})
+    out.print(f"{loaded.name}: {result['world_size']} ranks against one process, {steps} steps in float64")
+    for name, what in (("max_rel_loss", "loss"), ("max_rel_grad", "gradients"), ("max_rel_param", "weights")):
+        out.print(f"  largest relative difference of the {what}: {result[name]:.2e}")
+    if not result["ok"]:
+        raise RunFailed(f"the plan differs from one process; worst: {result.get('worst')}")
+    out.print(f"  the same, within tolerance ({result['seconds']:.1f} s)")

@@ -1,0 +1,124 @@
+"""Commands about runs: list, show and steer them. They work on any run whose folder is visible from here."""
+
+from __future__ import annotations
+
+import time
+from typing import Annotated, Any
+
+import typer
+
+from mmlab.cli.shared import RunArgument, console, find_run, open_run
+from mmlab.errors import LabError, MmlabError
+
+ACK_TIMEOUT = 60.0
+"""Seconds to wait for the step boundary that applies a command."""
+
+
+def register(app: typer.Typer) -> None:
+    """Add the commands about runs."""
+    for command in (list_all, show, pause, resume, step, set_, checkpoint, restore, stop):
+        name = {"list_all": "runs", "set_": "set"}.get(command.__name__, command.__name__)
+        app.command(name, rich_help_panel="Runs")(command)
+
+
+def list_all() -> None:
+    """List the runs in MMLAB_RUNS (else ./runs), newest last."""
+    from rich.table import Table
+
+    from mmlab.messages.runs import runs_root
+    from mmlab.tracking.record import list_runs
+
+    records = list_runs()
+    if not records:
+        console().print(f"no runs in {runs_root()}")
+        return
+    table = Table("run", "state", "step", "ranks", "loss", box=None)
+    for record in reversed(records):
+        status, metrics = record.status(), record.metrics()
+        loss = f"{metrics[-1]['loss']:.3f}" if metrics else ""
+        steps = f"{status['step']} / {status['steps']}"
+        table.add_row(record.id, status["state"], steps, str(record.info.get("world_size", "")), loss)
+    console().print(table)
+
+
+def show(run: RunArgument, follow: Annotated[bool, typer.Option(help="Go on until the run ends.")] = False) -> None:
+    """Show a run: state, ranks, last loss, checkpoints and events."""
+    from mmlab.cli.progress import follow_run
+    from mmlab.ui.snapshot import snapshot
+
+    folder = find_run(run)
+    console().print(snapshot(folder).text, markup=False)
+    if follow:
+        follow_run(folder)
+
+
+def pause(run: RunArgument) -> None:
+    """Pause after the step under way."""
+    _steer(run, "pause")
+
+
+def resume(run: RunArgument) -> None:
+    """Go on after a pause."""
+    _steer(run, "resume")
+
+
+def step(run: RunArgument, n: Annotated[int, typer.Argument(min=1, help="Steps to run.")] = 1) -> None:
+    """Run N steps, then pause."""
+    _steer(run, "step", n)
+
+
+def set_(run: RunArgument, values: Annotated[list[str], typer.Argument(metavar="KEY=VALUE...")]) -> None:
+    """Change the plan's live values, such as train.language.lr=1e-4."""
+    changes: dict[str, Any] = {}
+    for value in values:
+        key, equals, text = value.partition("=")
+        if not equals:
+            raise MmlabError(f"{value!r} is not KEY=VALUE, such as train.language.lr=1e-4")
+        changes[key.strip()] = _value(text.strip())
+    _steer(run, "set", changes)
+
+
+def checkpoint(
+    run: RunArgument, name: Annotated[str, typer.Argument(help="Its name; empty: after the step.")] = ""
+) -> None:
+    """Save a checkpoint after the step under way."""
+    _steer(run, "checkpoint", *([name] if name else []))
+
+
+def restore(
+    run: RunArgument,
+    step: Annotated[int | None, typer.Option(help="The step of the checkpoint; default: the newest.")] = None,
+) -> None:
+    """Go back to a checkpoint of a live run."""
+    _steer(run, "restore", **({} if step is None else {"step": step}))
+
+
+def stop(run: RunArgument) -> None:
+    """End the run after the step under way."""
+    _steer(run, "stop")
+
+
+def _value(text: str) -> Any:
+    """A value in TOML's notation; a bare word is a string."""
+    import tomllib
+
+    try:
+        return tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        return text
+
+
+def _steer(name: str, verb: str, *arguments: Any, **options: Any) -> None:
+    """Give a run a command and say where it was applied."""
+    from mmlab.messages import RunPaths
+
+    run = open_run(name)
+    acks = RunPaths(find_run(name)).acks
+    before = {path.name for path in acks.glob("*.json")}
+    getattr(run, verb)(*arguments, **options)
+    ack = _new_ack(acks, verb, before)
+    out = console()
+    if not ack["ok"]:
+        raise LabError(f"{verb} refused: {ack['message']}")
+    note = f" ({ack['message']})" if ack["message"] else ""
+    out.print(f"{verb}: applied after step {ack['step']} on {len(ack['ranks'])} ranks{note}")

@@ -1,0 +1,129 @@
+"""Commands that train: demo and run. Headless, on local engines that end with the command."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from mmlab.cli.progress import follow_run
+from mmlab.cli.shared import JsonOption, Overrides, PlanArgument, check_writable, console, load_plan, write_results
+from mmlab.errors import RunFailed
+
+if TYPE_CHECKING:
+    from mmlab.lab import Run
+    from mmlab.plan import Plan
+    from mmlab.ui.feed import Feed
+
+STOP_TIMEOUT = 20.0
+"""Seconds that an interrupted run gets to end at its next step boundary."""
+
+
+def register(app: typer.Typer) -> None:
+    """Add the commands that train."""
+    for command in (demo, run):
+        app.command(rich_help_panel="Train")(command)
+
+
+def demo(
+    steps: Annotated[int | None, typer.Option(min=1, help="Optimizer steps; default: the preset's.")] = None,
+    json: JsonOption = None,
+) -> None:
+    """Train the quickstart plan on real images with six local ranks, and write a report."""
+    check_writable(json)
+    plan = load_plan("quickstart", None if steps is None else [f"train.steps={steps}"])
+    results = train(plan)
+    write_results(json, results)
+    out = console()
+    held_out = results.get("held_out")
+    if held_out:
+        ratio = held_out["ratio"]
+        out.print(
+            f"held-out loss {held_out['loss']:.3f}; with images swapped {held_out['loss_swapped']:.3f} ({ratio:.2f} x)"
+        )
+    if results["loss_fall"] is not None:
+        out.print(f"training loss fell by {results['loss_fall']:.0%}")
+    _print_places(results)
+
+
+def run(plan: PlanArgument, overrides: Overrides = None, json: JsonOption = None) -> None:
+    """Train a plan, on as many local engines as it needs."""
+    check_writable(json)
+    results = train(load_plan(plan, overrides))
+    write_results(json, results)
+    _print_places(results)
+
+
+def train(plan: Plan) -> dict[str, Any]:
+    """Train a plan in a lab of this process and write its report; the results as `--json` holds them.
+
+    PlanError on problems of the plan, RunFailed when the run fails. An interrupt stops the run at its next step
+    boundary and then ends the command.
+    """
+    from mmlab.lab import Lab
+    from mmlab.ui.report import write_report
+
+    plan.check().raise_if_any()
+    began = time.perf_counter()
+    with Lab() as lab:
+        started = lab.train(plan)
+        console().print(f"run {started.dir}")
+        with _stops_on_interrupt(started):
+            feed = follow_run(started.dir, lambda: _lab_text(lab.status()))
+    report = write_report(feed.paths.root)
+    if feed.state == "failed":
+        raise RunFailed(f"{feed.reason}\nlogs: {feed.paths.logs}\nreport: {report}")
+    return results_of(feed, time.perf_counter() - began) | {"report": str(report)}
+
+
+def results_of(feed: Feed, seconds: float) -> dict[str, Any]:
+    """What `--json` holds of a run; `loss_fall` compares the mean of the first and the last tenth of the steps."""
+    losses = [event["loss"] for event in feed.record.metrics()]
+    span = max(1, len(losses) // 10)
+    fall = 1 - (sum(losses[-span:]) / sum(losses[:span])) if len(losses) > 1 else None
+    return {
+        "world_size": feed.plan.world_size,
+        "state": feed.state,
+        "losses": losses,
+        "loss_fall": fall,
+        "held_out": held_out(feed),
+        "seconds": seconds,
+        "tokens_per_s": feed.last.get("tokens_per_s"),
+        "images_per_s": feed.last.get("images_per_s"),
+        "run": str(feed.paths.root),
+        "plan": feed.plan.model_dump(mode="json"),
+    }
+
+
+def held_out(feed: Feed) -> dict[str, float | None] | None:
+    """The last evaluation: loss, loss with images swapped between samples, and their ratio; None without one."""
+    if not feed.evals:
+        return None
+    loss, swapped = feed.evals[-1]["loss"], feed.evals[-1].get("loss_swapped")
+    return {"loss": loss, "loss_swapped": swapped, "ratio": swapped / loss if swapped is not None and loss else None}
+
+
+@contextmanager
+def _stops_on_interrupt(run: Run) -> Iterator[None]:
+    """An interrupt stops the run at its next step boundary; a second one ends the command at once."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        console(stderr=True).print("stopping the run after its step (Ctrl-C again: end at once)")
+        run.stop()
+        run.wait(timeout=STOP_TIMEOUT)
+        raise
+
+
+def _lab_text(status: dict[str, Any]) -> str:
+    return f"engines {status.get('ready', '?')} of {status.get('engines', '?')}"
+
+
+def _print_places(results: dict[str, Any]) -> None:
+    out = console()
+    out.print(f"{results['state']} after {len(results['losses'])} steps, {results['seconds']:.0f} s")
+    out.print(f"run:    {results['run']}", soft_wrap=True)
+    out.print(f"report: {results['report']}", soft_wrap=True)

@@ -1,0 +1,150 @@
+"""What a run's folder says so far, read a piece at a time: the one source of dashboard, picture, report and progress bar.
+
+Memory is bounded whatever the length of the run. A feed belongs to one thread.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from mmlab.messages import PHASES, Event, RunPaths, read_events
+from mmlab.plan import Plan
+from mmlab.tracking.record import RunRecord
+from mmlab.ui.series import Series
+
+READ_LIMIT = 4 * 1024 * 1024
+"""Bytes of the event log read at once."""
+CURVES = ("loss", "tokens_per_s", "images_per_s", "grad_norm_total", "data_wait", "held_out", "swapped")
+"""Curves that a feed keeps: fields of `step` events, then the two losses of `eval` events."""
+ENDED = ("finished", "stopped", "failed")
+"""States that a run does not leave by itself."""
+WINDOW = 20
+"""Steps over which phases are averaged."""
+SHOWN = ("state", "lineage", "command", "checkpoint", "restore", "eval", "samples", "bad_image", "warning")
+"""Kinds of events listed for people (steps are curves)."""
+
+
+class Feed:
+    """The present picture of one run.
+
+    `state`, `reason`, `step`, `steps` (planned), `curves` {name: Series}, `recent` (last events, oldest first), `ranks`
+    as in `run.status()`, `rates` {module: base learning rate}, `last` (the last `step` event), `evals`, `samples`.
+    """
+
+    def __init__(self, run_dir: Path | str, capacity: int = 4000) -> None:
+        self.paths = RunPaths(Path(run_dir))
+        self.record = RunRecord(self.paths.root)
+        self.plan: Plan = self.record.plan
+        self.state = "queued"
+        self.reason = ""
+        self.step = 0
+        self.steps = self.plan.train.steps
+        self.rates = {name: getattr(self.plan.train, name).lr for name in ("vision", "projector", "language")}
+        self.curves = {name: Series(capacity) for name in CURVES}
+        self.recent: deque[Event] = deque(maxlen=60)
+        self.ranks: list[dict[str, Any]] = []
+        self.last: Event = {}
+        self.first_loss: float | None = None
+        self.evals: deque[Event] = deque(maxlen=200)
+        self.samples: Event = {}
+        self.cuts = 0
+        self._phases: deque[list[list[float]]] = deque(maxlen=WINDOW)
+        self._offset = 0
+
+    def read(self, on_event: Callable[[Event], None] | None = None) -> int:
+        """Take in what is new in the event log; the number of events. `on_event` sees each."""
+        count = 0
+        while True:
+            events, after = read_events(self.paths.events, self._offset, READ_LIMIT)
+            if after == self._offset:
+                return count
+            self._offset = after
+            for event in events:
+                self._take(event)
+                if on_event is not None:
+                    on_event(event)
+            count += len(events)
+
+    def look(self) -> None:
+        """Ask the record for the state that beacons and processes tell (a dead rank writes no event)."""
+        status = self.record.status()
+        self.state = status["state"]
+        self.reason = status.get("reason") or ""
+        self.ranks = status["ranks"]
+        self.step = max(self.step, int(status["step"])) if self.state not in ENDED else self.step
+
+    @property
+    def ended(self) -> bool:
+        """Whether the run is over."""
+        return self.state in ENDED
+
+    def phases(self) -> list[list[float]]:
+        """Seconds of each phase of `messages.PHASES` for each rank, mean over the last steps; empty without telemetry."""
+        rows = list(self._phases)
+        if not rows:
+            return []
+        ranks = len(rows[-1])
+        rows = [row for row in rows if len(row) == ranks]
+        return [
+            [sum(row[rank][phase] for row in rows) / len(rows) for phase in range(len(PHASES))] for rank in range(ranks)
+        ]
+
+    def roles(self) -> list[str]:
+        """The role of each rank, such as "vision 0" or "stage 1 tp 0"."""
+        return [place.label for place in self.plan.layout().places]
+
+    def _take(self, event: Event) -> None:
+        kind = event.get("kind", "")
+        if kind == "step":
+            self._take_step(event)
+        elif kind == "state":
+            self.state, self.reason = event.get("state", self.state), event.get("reason") or ""
+        elif kind == "lineage":
+            self._take_lineage(event)
+        elif kind == "eval":
+            self._take_eval(event)
+        elif kind == "samples":
+            self.samples = event
+        elif kind == "command" and event.get("ok") and event.get("verb") == "set":
+            self._take_values(event.get("args", {}).get("values", {}))
+        if kind in SHOWN:
+            self.recent.append(event)
+
+    def _take_step(self, event: Event) -> None:
+        self.last = event
+        self.step = int(event.get("step", self.step))
+        for name in ("loss", "tokens_per_s", "images_per_s", "grad_norm_total", "data_wait"):
+            if (value := event.get(name)) is not None:
+                self.curves[name].add(self.step, float(value))
+        if self.first_loss is None:
+            self.first_loss = event.get("loss")
+        if phases := event.get("phases"):
+            self._phases.append(phases)
+
+    def _take_eval(self, event: Event) -> None:
+        self.evals.append(event)
+        if event.get("loss") is not None:
+            self.curves["held_out"].add(event.get("step", self.step), float(event["loss"]))
+        if event.get("loss_swapped") is not None:
+            self.curves["swapped"].add(event.get("step", self.step), float(event["loss_swapped"]))
+
+    def _take_lineage(self, event: Event) -> None:
+        if not event.get("parent"):
+            return
+        step = int(event.get("parent_step", 0))
+        for series in self.curves.values():
+            series.cut(step)
+        self.step = step
+        self.cuts += 1
+        self._phases.clear()
+
+    def _take_values(self, values: dict[str, Any]) -> None:
+        for key, value in values.items():
+            parts = key.split(".")
+            if key == "train.steps":
+                self.steps = int(value)
+            elif len(parts) == 3 and parts[0] == "train" and parts[2] == "lr" and parts[1] in self.rates:
+                self.rates[parts[1]] = float(value)
