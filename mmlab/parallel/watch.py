@@ -28,6 +28,7 @@ class Watch:
         self.step = 0
         self.seconds = [0.0] * len(PHASES)
         self._ops: list[tuple[str, int, float, float]] | None = None
+        self._nested = 0.0
         self._began = time.perf_counter()
         self._epoch = time.time()
 
@@ -48,14 +49,15 @@ class Watch:
 
     @contextmanager
     def timed(self, phase: str, kind: str = "", microbatch: int = -1) -> Iterator[None]:
-        """Time a phase; `kind` names the op in the trace."""
-        before = self.phase
+        """Time a phase, without the time of phases nested in it; `kind` names the op in the trace."""
+        before, outer, self._nested = self.phase, self._nested, 0.0
         self.enter(phase, microbatch)
         start = time.perf_counter()
         yield  # after an exception the beacon and `phase` go on naming the phase that failed
         end = time.perf_counter()
         if self.telemetry:
-            self.seconds[_INDEX[phase]] += end - start
+            self.seconds[_INDEX[phase]] += end - start - self._nested
+        self._nested = outer + end - start
         if self._ops is not None and kind:
             self._ops.append((kind, microbatch, start - self._began, end - self._began))
         self.enter(before)

@@ -1,0 +1,100 @@
+"""The process groups of one rank, made anew for each generation of a run."""
+
+from __future__ import annotations
+
+import datetime
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from mmlab.parallel.abort import SocketLedger
+from mmlab.parallel.exchange import Link
+from mmlab.parallel.tensor import TensorGroup
+from mmlab.plan.layout import Layout, Place
+from mmlab.plan.schema import Plan
+
+GROUP_TIMEOUT = datetime.timedelta(minutes=10)
+"""How long a collective may wait. A pause sends a sign of life far more often (`train.control`)."""
+
+
+@dataclass
+class Mesh:
+    """What a rank needs to talk to the others.
+
+    `reduction` is the data-parallel group of this rank's parameters (encoder ranks: the encoder group), `embedding`
+    the first and last stage's pair for tied embeddings; both None where there is nobody else. `control` carries the
+    step's own reduction and the commands, on CPU tensors whatever the device.
+    """
+
+    layout: Layout
+    place: Place
+    device: torch.device
+    control: dist.ProcessGroup | None
+    tp: TensorGroup
+    reduction: dist.ProcessGroup | None
+    embedding: dist.ProcessGroup | None
+    forward: Link | None
+    backward: Link | None
+    sockets: SocketLedger = field(default_factory=SocketLedger)
+
+    @property
+    def world_size(self) -> int:
+        """Ranks of the run."""
+        return len(self.layout.places)
+
+
+def _my_group(groups: list[list[int]], rank: int) -> dist.ProcessGroup | None:
+    """Make all groups (every rank takes part in making each) and return this rank's; groups of one are none."""
+    mine = None
+    for ranks in groups:
+        if len(ranks) < 2:
+            continue
+        group = dist.new_group(ranks, timeout=GROUP_TIMEOUT)
+        if rank in ranks:
+            mine = group
+    return mine
+
+
+def build_mesh(plan: Plan, layout: Layout, rank: int, store: dist.Store | None, device: torch.device) -> Mesh:
+    """Start torch.distributed for this rank and make every group of the plan.
+
+    `store` is None when the environment says where the rendezvous is (torchrun). A plan of one rank needs no groups.
+    """
+    place = layout.place(rank)
+    ledger = SocketLedger()
+    alone = TensorGroup(None, 0, 1, None)
+    if len(layout.places) == 1:
+        return Mesh(layout, place, device, None, alone, None, None, None, None, ledger)
+    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    dist.init_process_group(
+        backend, store=store, rank=rank, world_size=len(layout.places), timeout=GROUP_TIMEOUT,
+        device_id=device if device.type == "cuda" else None,
+    )  # fmt: skip
+    everyone = list(range(len(layout.places)))
+    forward, backward, control = (dist.new_group(everyone, timeout=GROUP_TIMEOUT) for _ in range(3))
+    tp_group = _my_group(layout.tp_groups, rank)
+    dp_group = _my_group(layout.dp_groups, rank)
+    vision_group = _my_group([layout.vision_ranks], rank)
+    tied = plan.model.language.tied_embeddings
+    embedding = _my_group(layout.embedding_groups if tied else [], rank)
+    tp = alone
+    if tp_group is not None:
+        tp = TensorGroup(tp_group, place.tp, plan.parallel.tp, DeviceMesh.from_group(tp_group, device.type))
+    ledger.mark()
+    return Mesh(
+        layout, place, device, control, tp, vision_group if place.role == "vision" else dp_group, embedding,
+        Link(forward, device), Link(backward, device), ledger,
+    )  # fmt: skip
+
+
+def close_mesh(mesh: Mesh, broken: bool) -> None:
+    """End the groups. After a failure the sockets go first, so that no rank stays in a collective."""
+    for link in (mesh.forward, mesh.backward):
+        if link is not None:
+            link.drop()
+    if broken:
+        mesh.sockets.shutdown()
+    if dist.is_initialized():
+        dist.destroy_process_group()

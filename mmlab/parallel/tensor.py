@@ -1,0 +1,186 @@
+"""Tensor parallelism by explicit collectives on plain tensors (Megatron-LM, Shoeybi et al. 2019, section 3).
+
+A column-parallel linear layer takes its input through `copy_to_group` (identity forward, all-reduce backward) and a
+row-parallel one hands its output to `reduce_from_group` (all-reduce forward, identity backward). Several column-parallel
+layers with one input share one `copy_to_group`, so a decoder block costs two all-reduces forward and two backward.
+
+Everything that is communicated goes through `dist.all_reduce(tensor, group=...)`: what gathers does so by summing into
+zeros (x + 0 is exact). One primitive suffices for a faster same-host backend, and at these sizes (kilobytes) the number
+of collectives is what costs, not their bytes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import FunctionCtx
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+IGNORED = -100
+"""Target of a position that has nothing to predict."""
+
+
+@dataclass(frozen=True)
+class TensorGroup:
+    """The ranks that share the layers of one stage; a single rank has neither group nor mesh."""
+
+    group: dist.ProcessGroup | None = None
+    """Process group of the tensor-parallel ranks."""
+    rank: int = 0
+    """This rank's index in the group."""
+    size: int = 1
+    """Ranks in the group."""
+    mesh: DeviceMesh | None = None
+    """One-dimensional mesh over the group, on which parameters are DTensors."""
+
+
+def local(parameter: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """The plain tensor that this rank computes with.
+
+    Args:
+        parameter: a parameter, DTensor or plain. The gradient of a replicated one must be the same on every rank.
+        dtype: number format of the computation; None keeps the parameter's own.
+
+    Returns:
+        The local shard, cast if necessary; gradients flow back to `parameter` with the parameter's own placements.
+    """
+    if isinstance(parameter, DTensor):
+        parameter = parameter.to_local(grad_placements=parameter.placements)
+    return parameter if dtype is None or parameter.dtype == dtype else parameter.to(dtype)
+
+
+class _Copy(torch.autograd.Function):
+    """Identity forward, sum over the group backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        # A copy, because autograd may hand the same gradient tensor to other nodes.
+        total = grads[0].clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(total, group=ctx.group)
+        return total, None
+
+
+class _Reduce(torch.autograd.Function):
+    """Sum over the group forward, identity backward."""
+
+    @staticmethod
+    def forward(ctx: FunctionCtx, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+        total = x.clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(total, group=group)
+        return total
+
+    @staticmethod
+    def backward(ctx: FunctionCtx, *grads: Tensor) -> tuple[Tensor, None]:
+        return grads[0], None
+
+
+class _Gather(torch.autograd.Function):
+    """Concatenation of the last dim over the group forward, this rank's slice backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, tp: TensorGroup) -> Tensor:
+        ctx.slice = slice(tp.rank * x.shape[-1], (tp.rank + 1) * x.shape[-1])
+        whole = x.new_zeros(*x.shape[:-1], x.shape[-1] * tp.size)
+        whole[..., ctx.slice] = x
+        dist.all_reduce(whole, group=tp.group)
+        return whole
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return grads[0][..., ctx.slice], None
+
+
+def copy_to_group(x: Tensor, tp: TensorGroup) -> Tensor:
+    """`x` (the same on every rank) as input of column-parallel layers; its gradient is summed over the group.
+
+    Nothing is communicated where `x` needs no gradient.
+    """
+    return x if tp.size == 1 else cast(Tensor, _Copy.apply(x, tp.group))
+
+
+def reduce_from_group(x: Tensor, tp: TensorGroup) -> Tensor:
+    """The sum of `x` (a partial result on every rank) over the group; the gradient passes unchanged."""
+    return x if tp.size == 1 else cast(Tensor, _Reduce.apply(x, tp.group))
+
+
+def gather_from_group(x: Tensor, tp: TensorGroup) -> Tensor:
+    """`x` [..., K / size] concatenated over the group to [..., K], on every rank."""
+    return x if tp.size == 1 else cast(Tensor, _Gather.apply(x, tp))
+
+
+def vocab_parallel_embedding(ids: Tensor, table: Tensor, tp: TensorGroup) -> Tensor:
+    """Rows of an embedding table whose rows (the vocabulary) are split over the group. One all-reduce forward.
+
+    Args:
+        ids: int64 [T], token ids in [0, V).
+        table: [V / size, D], this rank's rows.
+        tp: the tensor-parallel group.
+
+    Returns:
+        [T, D], the same on every rank.
+    """
+    if tp.size == 1:
+        return F.embedding(ids, table)
+    rows = table.shape[0]
+    mine = ids - tp.rank * rows
+    elsewhere = (mine < 0) | (mine >= rows)
+    picked = F.embedding(mine.masked_fill(elsewhere, 0), table).masked_fill(elsewhere.unsqueeze(-1), 0.0)
+    return reduce_from_group(picked, tp)
+
+
+class _VocabParallelCrossEntropy(torch.autograd.Function):
+    """Cross entropy of logits split by vocabulary, with a single all-reduce.
+
+    Each rank contributes the log-sum-exp of its own logits and the target's logit where it owns it. The log-sum-exps
+    are stacked by rank rather than summed, so no earlier reduction has to find a common maximum.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, targets: Tensor, tp: TensorGroup) -> Tensor:
+        columns = logits.shape[-1]
+        mine = targets - tp.rank * columns
+        elsewhere = (mine < 0) | (mine >= columns)
+        mine = mine.masked_fill(elsewhere, 0).unsqueeze(-1)
+        stacked = logits.new_zeros(tp.size + 1, logits.shape[0])
+        stacked[tp.rank] = logits.logsumexp(-1)
+        stacked[-1] = logits.gather(-1, mine).squeeze(-1).masked_fill(elsewhere, 0.0)
+        dist.all_reduce(stacked, group=tp.group)
+        log_total = stacked[:-1].logsumexp(0)
+        counted = targets != IGNORED
+        ctx.save_for_backward(logits, log_total, mine, elsewhere, counted)
+        return (log_total - stacked[-1]).masked_fill(~counted, 0.0).sum()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        logits, log_total, mine, elsewhere, counted = ctx.saved_tensors
+        grad = (logits - log_total.unsqueeze(-1)).exp_()
+        grad.scatter_add_(-1, mine, elsewhere.to(grad.dtype).sub_(1.0).unsqueeze(-1))
+        return grad.mul_((counted * grads[0]).unsqueeze(-1)), None, None
+
+
+def vocab_parallel_cross_entropy(logits: Tensor, targets: Tensor, tp: TensorGroup) -> Tensor:
+    """Sum of the cross entropies over positions that have a target. One all-reduce forward, none backward.
+
+    Args:
+        logits: [T, V / size], this rank's columns; computed in at least float32.
+        targets: int64 [T], token ids in [0, V), or -100 for no target.
+        tp: the tensor-parallel group.
+
+    Returns:
+        A scalar in at least float32, the same on every rank.
+    """
+    logits = logits if logits.dtype == torch.float64 else logits.float()
+    if tp.size == 1:
+        return F.cross_entropy(logits, targets, ignore_index=IGNORED, reduction="sum")
+    return cast(Tensor, _VocabParallelCrossEntropy.apply(logits, targets, tp))

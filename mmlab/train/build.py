@@ -1,0 +1,68 @@
+"""From a plan and a place to what a rank computes with: its part of the model, gradients, optimizer, ops."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from mmlab.models.build import Part, PartModel, build_part
+from mmlab.parallel.gradients import GradientBuckets, Trained, is_sharded, local_tensor
+from mmlab.parallel.mesh import Mesh
+from mmlab.plan.layout import Layout, Place
+from mmlab.plan.schedule import Op, build_schedule
+from mmlab.plan.schema import Plan
+from mmlab.train.optim import Optimizer
+from mmlab.train.precision import master_dtype
+
+EMBEDDING = "language.model.embed_tokens.weight"
+"""Global name of the embedding table, tied or not."""
+
+
+def part_of(plan: Plan, layout: Layout, place: Place) -> Part:
+    """Which part of the model a rank holds."""
+    with_vision = plan.parallel.projector == "vision"
+    if place.role == "vision":
+        return Part(vision=True, projector=with_vision, layers=None, embed=False, head=False)
+    first, last = place.pp == 0, place.pp == plan.parallel.pp - 1
+    return Part(
+        vision=False, projector=first and not with_vision, layers=layout.layers_of(place.pp), embed=first, head=last
+    )
+
+
+@dataclass
+class Built:
+    """One rank's part of a run, made anew for each generation."""
+
+    part: PartModel
+    trained: list[Trained]
+    buckets: GradientBuckets
+    optimizer: Optimizer
+    ops: list[Op]
+
+
+def is_tied_copy(plan: Plan, place: Place, name: str) -> bool:
+    """Whether a parameter is the last stage's copy of the tied embedding (the first stage's is the one that counts)."""
+    return name == EMBEDDING and plan.model.language.tied_embeddings and place.role == "language" and place.pp > 0
+
+
+def _trained(plan: Plan, mesh: Mesh, part: PartModel) -> list[Trained]:
+    place = mesh.place
+    first_replica = place.vision == 0 if place.role == "vision" else place.dp == 0
+    trained = []
+    for name, param in part.named_parameters():
+        module = name.split(".", 1)[0]
+        if getattr(plan.train, module).frozen:
+            param.requires_grad_(False)
+            continue
+        once = is_sharded(param) or place.role == "vision" or place.tp == 0
+        counted = first_replica and once and not is_tied_copy(plan, place, name)
+        trained.append(Trained(name, param, local_tensor(param), module, counted))
+    return trained
+
+
+def build(plan: Plan, mesh: Mesh) -> Built:
+    """Make this rank's part; the order of what is applied is the order of these lines."""
+    part = build_part(plan, part_of(plan, mesh.layout, mesh.place), mesh.tp, master_dtype(plan), mesh.device)
+    trained = _trained(plan, mesh, part)
+    communication = plan.communication.vision if mesh.place.role == "vision" else plan.communication.language
+    buckets = GradientBuckets(trained, mesh.reduction, communication.bucket_mb * 1e6)
+    return Built(part, trained, buckets, Optimizer(plan, trained), build_schedule(plan).ops[mesh.place.rank])

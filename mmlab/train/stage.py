@@ -1,0 +1,157 @@
+"""A pipeline stage's side of a step: image tokens and activations in, activations or the loss out, gradients back."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from mmlab.data.manifest import StepManifest
+from mmlab.data.packed import PackedText
+from mmlab.models.build import PartModel
+from mmlab.parallel.mesh import Mesh
+from mmlab.parallel.pipeline import Handler
+from mmlab.plan.schedule import needs_backward, tokens_need_grad
+from mmlab.plan.schema import Plan
+from mmlab.train.encoder import token_dtype, token_width
+from mmlab.train.precision import compute_dtype
+
+
+class StageRunner:
+    """Handlers of a stage rank's ops, and the tensors of the microbatches under way."""
+
+    def __init__(self, plan: Plan, mesh: Mesh, part: PartModel) -> None:
+        self.plan, self.mesh, self.part = plan, mesh, part
+        place, layout = mesh.place, mesh.layout
+        self.replica = place.dp
+        self.first, self.last = place.pp == 0, place.pp == plan.parallel.pp - 1
+        neighbour = {"dp": place.dp, "cp": place.cp, "tp": place.tp}
+        self.before = -1 if self.first else layout.rank_of(pp=place.pp - 1, **neighbour)
+        self.after = -1 if self.last else layout.rank_of(pp=place.pp + 1, **neighbour)
+        self.dtype = compute_dtype(plan.precision.language)
+        self.wants_token_grads = tokens_need_grad(plan)
+        self.wants_input_grads = not self.first and needs_backward(plan, place.pp - 1)
+        self.manifest: StepManifest | None = None
+        self.texts: Mapping[int, PackedText] = {}
+        self.total_targets = 1
+        self.loss_sum = torch.zeros((), dtype=torch.float64)
+        self.last_hidden: Tensor | None = None
+        self._inputs: dict[int, Tensor] = {}
+        self._tokens: dict[int, Tensor] = {}
+        self._outputs: dict[int, Tensor] = {}
+        self._grads: dict[int, Tensor] = {}
+
+    def begin(self, manifest: StepManifest, texts: Mapping[int, PackedText], total_targets: int) -> None:
+        """Take a step's text: `texts[microbatch]`; `total_targets` counts target tokens over all ranks."""
+        self.manifest, self.texts, self.total_targets = manifest, texts, max(1, total_targets)
+        self.loss_sum = torch.zeros((), dtype=torch.float64)
+        self.last_hidden = None
+        for store in (self._inputs, self._tokens, self._outputs, self._grads):
+            store.clear()
+
+    def handlers(self) -> dict[str, Handler]:
+        """Handler of each kind of op."""
+        return {
+            "recv_tokens": self.recv_tokens,
+            "recv_forward": self.recv_forward,
+            "forward": self.forward,
+            "send_forward": self.send_forward,
+            "recv_backward": self.recv_backward,
+            "backward": self.backward,
+            "send_backward": self.send_backward,
+            "send_token_grads": self.send_token_grads,
+        }
+
+    def _tiles(self, microbatch: int) -> list[tuple[int, int]]:
+        """(owner, index of the tile in the microbatch) of each image tile of this replica, in order."""
+        assert self.manifest is not None
+        owners = [
+            self.manifest.owner(position)
+            for position in self.manifest.microbatch(self.replica, microbatch)
+            for _ in range(self.manifest.samples[position].tiles)
+        ]
+        return [(owner, index) for index, owner in enumerate(owners)]
+
+    def _by_owner(self, microbatch: int) -> list[tuple[int, list[int]]]:
+        """(owner, indices of its tiles) for each owner that has any, in owner order."""
+        found: dict[int, list[int]] = {}
+        for owner, index in self._tiles(microbatch):
+            found.setdefault(owner, []).append(index)
+        return sorted(found.items())
+
+    def recv_tokens(self, microbatch: int) -> None:
+        """Receive image tokens [N*P, D] from their owners, into the order of the images."""
+        assert self.mesh.forward is not None
+        per_tile, width = self.plan.model.vision.tokens_per_tile, token_width(self.plan)
+        owners = self._by_owner(microbatch)
+        tiles = sum(len(indices) for _, indices in owners)
+        tokens = torch.empty((tiles, per_tile, width), dtype=token_dtype(self.plan), device=self.mesh.device)
+        for owner, indices in owners:
+            peer = self.mesh.layout.vision_ranks[owner]
+            rows = self.mesh.forward.recv((len(indices) * per_tile, width), tokens.dtype, peer, "tokens", microbatch)
+            tokens[indices] = rows.view(len(indices), per_tile, width)
+        self._tokens[microbatch] = tokens.flatten(0, 1).requires_grad_(self.wants_token_grads and tiles > 0)
+
+    def recv_forward(self, microbatch: int) -> None:
+        """Receive activations [T, D] from the stage before."""
+        assert self.mesh.forward is not None
+        shape = (self.texts[microbatch].tokens, self.plan.model.language.hidden)
+        self._inputs[microbatch] = self.mesh.forward.recv(shape, self.dtype, self.before, "forward", microbatch)
+
+    def forward(self, microbatch: int) -> None:
+        """This stage's blocks; on the last stage the sum of the losses of the microbatch's targets."""
+        text = self.texts[microbatch]
+        hidden = self._inputs.get(microbatch)
+        if hidden is not None and self.wants_input_grads and torch.is_grad_enabled():
+            hidden.requires_grad_()
+        tokens = self._tokens.get(microbatch)
+        if tokens is not None and self.part.projector is not None and tokens.numel():
+            tokens = self.part.projector(tokens)
+        output = self.part.language(text, hidden, tokens)
+        if self.last:
+            self.last_hidden = output.detach()
+            output = self.part.language.loss(output, text.targets)
+            self.loss_sum += output.detach().double().cpu()
+        self._outputs[microbatch] = output
+
+    def send_forward(self, microbatch: int) -> None:
+        """Send activations to the stage after."""
+        assert self.mesh.forward is not None
+        self.mesh.forward.send(self._outputs[microbatch].to(self.dtype), self.after, "forward", microbatch)
+
+    def recv_backward(self, microbatch: int) -> None:
+        """Receive the gradient of this stage's output."""
+        assert self.mesh.backward is not None
+        shape = (self.texts[microbatch].tokens, self.plan.model.language.hidden)
+        self._grads[microbatch] = self.mesh.backward.recv(shape, self.dtype, self.after, "backward", microbatch)
+
+    def backward(self, microbatch: int) -> None:
+        """Backward of a microbatch; a loss is divided by the global count of targets (design, decision 7)."""
+        output = self._outputs.pop(microbatch)
+        if not output.requires_grad:
+            return  # a frozen first stage and a microbatch of text alone: nothing before it wants a gradient
+        if self.last:
+            (output / self.total_targets).backward()
+        else:
+            torch.autograd.backward(output, self._grads.pop(microbatch).to(output.dtype))
+
+    def send_backward(self, microbatch: int) -> None:
+        """Send the gradient of this stage's input to the stage before."""
+        assert self.mesh.backward is not None
+        hidden = self._inputs.pop(microbatch)
+        grad = hidden.grad if hidden.grad is not None else torch.zeros_like(hidden)
+        self.mesh.backward.send(grad, self.before, "backward", microbatch)
+
+    def send_token_grads(self, microbatch: int) -> None:
+        """Send the gradients of image tokens back to the images' owners (tp rank 0 only: they are equal on all)."""
+        tokens = self._tokens.pop(microbatch)
+        if self.mesh.place.tp != 0 or tokens.numel() == 0:
+            return
+        assert self.mesh.backward is not None
+        grad = tokens.grad if tokens.grad is not None else torch.zeros_like(tokens)
+        per_tile = self.plan.model.vision.tokens_per_tile
+        tiles = grad.view(-1, per_tile, grad.shape[-1])
+        for owner, indices in self._by_owner(microbatch):
+            peer = self.mesh.layout.vision_ranks[owner]
+            self.mesh.backward.send(tiles[indices].flatten(0, 1), peer, "token_grads", microbatch)

@@ -1,0 +1,181 @@
+"""One optimizer step of the hybrid-parallel model, run from the op list."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from mmlab.data.manifest import StepManifest
+from mmlab.data.packed import PackedText
+from mmlab.errors import MmlabError
+from mmlab.messages import PHASES
+from mmlab.parallel.gradients import reduce_tied
+from mmlab.parallel.mesh import Mesh
+from mmlab.parallel.pipeline import Handler, forward_ops, run_ops
+from mmlab.parallel.watch import Watch
+from mmlab.plan.schema import MODULES, Plan
+from mmlab.train.build import EMBEDDING, Built
+from mmlab.train.encoder import EncoderRunner
+from mmlab.train.stage import StageRunner
+
+
+@dataclass(frozen=True)
+class StepInput:
+    """What a rank needs for a step: `texts[microbatch]` on stage ranks, `pixels[position]` on encoder ranks.
+
+    `bad` are the positions whose image could not be decoded, agreed by all ranks; their targets are masked.
+    """
+
+    manifest: StepManifest
+    bad: frozenset[int]
+    texts: Mapping[int, PackedText] = field(default_factory=dict)
+    pixels: Mapping[int, Tensor] = field(default_factory=dict)
+
+    @property
+    def targets(self) -> int:
+        """Target tokens of the step over all ranks."""
+        return self.manifest.targets(self.bad)
+
+
+@dataclass
+class StepResult:
+    """What a step gave, equal on every rank. `phases` [world][phase] seconds, empty without telemetry."""
+
+    loss: float
+    targets: int
+    grad_norm: dict[str, float]
+    grad_norm_total: float
+    lr: dict[str, float]
+    commands: bool
+    next_bad: frozenset[int]
+    phases: list[list[float]]
+
+
+class NotFinite(MmlabError):
+    """A gradient or the loss is not a finite number; the message names the module."""
+
+
+@dataclass
+class Ride:
+    """What rides in the step's own reduction: the flag "a command waits" and the next step's undecodable images."""
+
+    commands: Callable[[], bool] = lambda: False
+    next_bad: Callable[[], Collection[int]] = tuple
+    next_size: int = 0
+
+
+class HybridStep:
+    """Runs steps of one rank: pipeline, exchange, reductions, clipping, update."""
+
+    def __init__(self, plan: Plan, mesh: Mesh, built: Built, watch: Watch) -> None:
+        self.plan, self.mesh, self.built, self.watch = plan, mesh, built, watch
+        self.encoder = EncoderRunner(plan, mesh, built.part) if mesh.place.role == "vision" else None
+        self.stage = StageRunner(plan, mesh, built.part) if mesh.place.role == "language" else None
+        runner = self.encoder or self.stage
+        assert runner is not None
+        self._handlers: dict[str, Handler] = dict(runner.handlers())
+
+    def _begin(self, batch: StepInput) -> None:
+        if self.encoder is not None:
+            self.encoder.begin(batch.manifest, batch.pixels)
+        if self.stage is not None:
+            self.stage.begin(batch.manifest, batch.texts, batch.targets)
+
+    def _flush(self) -> None:
+        for link in (self.mesh.forward, self.mesh.backward):
+            if link is not None:
+                link.flush()
+
+    def train(
+        self, plan: Plan, step: int, batch: StepInput, ride: Ride, inspect: Callable[[Built], None] | None = None
+    ) -> StepResult:
+        """Forward, backward, reduction, clipping and update of one step.
+
+        `plan` holds the live values (learning rates, clipping). `inspect` sees the reduced gradients before clipping.
+        NotFinite when a norm or the loss is not a number: weights are then left as they were.
+        """
+        self._begin(batch)
+        state: dict[str, StepResult] = {}
+
+        def norm(_: int) -> None:
+            self._flush()
+            if inspect is not None:
+                inspect(self.built)
+            state["result"] = self._norm(plan, batch, ride)
+
+        def update(_: int) -> None:
+            result = state["result"]
+            if plan.train.clip_norm and result.grad_norm_total > plan.train.clip_norm:
+                self.built.buckets.scale(plan.train.clip_norm / (result.grad_norm_total + 1e-6))
+            result.lr = self.built.optimizer.step(plan, step, self.built.buckets.grads)
+
+        handlers = self._handlers | {
+            "reduce": lambda _: self._reduce(),
+            "reduce_embedding": lambda _: self._reduce_embedding(),
+            "norm": norm,
+            "update": update,
+        }
+        run_ops(self.built.ops, handlers, self.watch)
+        return state["result"]
+
+    def forward(self, batch: StepInput, microbatches: int) -> float:
+        """The forward half alone, without gradients; returns this rank's sum of losses (0 except on last stages)."""
+        self._begin(batch)
+        with torch.no_grad():
+            run_ops(forward_ops(self.built.ops, microbatches), self._handlers, self.watch)
+            self._flush()
+        return float(self.stage.loss_sum) if self.stage is not None and self.mesh.place.tp == 0 else 0.0
+
+    def _reduce(self) -> None:
+        self.built.buckets.collect()
+        self.built.buckets.reduce()
+
+    def _reduce_embedding(self) -> None:
+        if self.mesh.embedding is not None and EMBEDDING in self.built.buckets.grads:
+            reduce_tied(self.built.buckets.grads[EMBEDDING], self.mesh.embedding)
+
+    def _norm(self, plan: Plan, batch: StepInput, ride: Ride) -> StepResult:
+        """The one reduction over all ranks: norms, loss, waiting commands, the next step's bad images, times."""
+        bad = torch.zeros(ride.next_size, dtype=torch.float64)
+        with self.watch.timed("data"):
+            for position in ride.next_bad():
+                bad[position] = 1.0
+        norms = self.built.buckets.squared_norms(MODULES)
+        loss = self.stage.loss_sum.view(1) if self.stage and self.mesh.place.tp == 0 else torch.zeros(1).double()
+        flag = torch.tensor([float(ride.commands())], dtype=torch.float64)
+        times = torch.zeros((self.mesh.world_size if self.watch.telemetry else 0, len(PHASES)), dtype=torch.float64)
+        if self.watch.telemetry:
+            times[self.mesh.place.rank] = torch.tensor(self.watch.seconds, dtype=torch.float64)
+        packed = torch.cat([norms, loss, flag, bad, times.flatten()])
+        if self.mesh.control is not None:
+            dist.all_reduce(packed, group=self.mesh.control)
+        squares = packed[: len(MODULES)].tolist()
+        total_loss, commands = packed[len(MODULES) : len(MODULES) + 2].tolist()
+        rest = packed[len(MODULES) + 2 :]
+        self._check_finite(squares, total_loss)
+        return StepResult(
+            loss=total_loss / max(1, batch.targets),
+            targets=batch.targets,
+            grad_norm={m: math.sqrt(s) for m, s in zip(MODULES, squares, strict=True)},
+            grad_norm_total=math.sqrt(sum(squares)),
+            lr={},
+            commands=commands > 0,
+            next_bad=frozenset(rest[: ride.next_size].nonzero().flatten().tolist()),
+            phases=rest[ride.next_size :].view(-1, len(PHASES)).tolist(),
+        )
+
+    @staticmethod
+    def _check_finite(squares: list[float], loss: float) -> None:
+        wrong = [f"the gradient of {m}" for m, s in zip(MODULES, squares, strict=True) if not math.isfinite(s)]
+        if not math.isfinite(loss):
+            wrong.insert(0, "the loss")
+        if wrong:
+            raise NotFinite(
+                f"{' and '.join(wrong)} is not a finite number; weights are as they were before this step. "
+                "Lower the learning rate (train.<module>.lr) or train.clip_norm, or restore an older checkpoint."
+            )
