@@ -1,0 +1,158 @@
+"""Which rank is what, and on which node: rank <-> role and coordinates, and the groups that communicate.
+
+The encoder's ranks come first, then the language grid, stage-major: one `arange(pp * dp * cp * tp).view(pp, dp, cp,
+tp)` behind them. So the ranks of a tensor group are neighbours, and a stage's ranks are contiguous.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import product
+from typing import Literal
+
+from mmlab.plan.schema import Plan
+
+
+@dataclass(frozen=True)
+class Place:
+    """What one rank is: its node, role and coordinates (-1 where the role has none).
+
+    `vision` is the index in the encoder group; `dp`, `pp` (stage), `cp` and `tp` are those of the language grid.
+    """
+
+    rank: int
+    node: int
+    role: Literal["vision", "language"]
+    vision: int = -1
+    dp: int = -1
+    pp: int = -1
+    cp: int = -1
+    tp: int = -1
+    label: str = ""
+    """Short name: "vision 0", "stage 1 tp 0", with cp and dp where those degrees are above 1."""
+
+
+class Layout:
+    """The places of all ranks of a plan and the groups among them (each group a list of ranks)."""
+
+    def __init__(self, plan: Plan) -> None:
+        p = plan.parallel
+        self.plan = plan
+        self.first = p.vision_dp if p.vision == "own_ranks" else 0
+        """Number of encoder ranks; the rank of the first language rank."""
+        self.vision_ranks = list(range(self.first))
+        """Ranks that encode images."""
+        nodes = _pack(plan, self.first)
+        self.places = [self._make(rank, node) for rank, node in enumerate(nodes)]
+        """The place of every rank, in rank order."""
+
+    def _make(self, rank: int, node: int) -> Place:
+        if rank < self.first:
+            return Place(rank, node, "vision", vision=rank, label=f"vision {rank}")
+        p = self.plan.parallel
+        rest, tp = divmod(rank - self.first, p.tp)
+        rest, cp = divmod(rest, p.cp)
+        pp, dp = divmod(rest, p.dp)
+        label = f"stage {pp} tp {tp}" + (f" cp {cp}" if p.cp > 1 else "") + (f" dp {dp}" if p.dp > 1 else "")
+        return Place(rank, node, "language", dp=dp, pp=pp, cp=cp, tp=tp, label=label)
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks."""
+        return len(self.places)
+
+    @property
+    def nodes(self) -> list[list[int]]:
+        """Ranks of each node."""
+        count = max(place.node for place in self.places) + 1
+        return [[place.rank for place in self.places if place.node == node] for node in range(count)]
+
+    def place(self, rank: int) -> Place:
+        """The place of a rank. IndexError outside 0..world_size-1."""
+        if rank < 0:
+            raise IndexError(f"no rank {rank}")
+        return self.places[rank]
+
+    def rank_of(self, *, pp: int, dp: int = 0, cp: int = 0, tp: int = 0) -> int:
+        """The language rank at these coordinates. IndexError where they exceed the degrees."""
+        p = self.plan.parallel
+        for name, value, size in (("pp", pp, p.pp), ("dp", dp, p.dp), ("cp", cp, p.cp), ("tp", tp, p.tp)):
+            if not 0 <= value < size:
+                raise IndexError(f"{name} {value} is outside 0..{size - 1}")
+        return self.first + ((pp * p.dp + dp) * p.cp + cp) * p.tp + tp
+
+    def stage_ranks(self, stage: int) -> list[int]:
+        """All ranks of a pipeline stage."""
+        p = self.plan.parallel
+        size = p.dp * p.cp * p.tp
+        start = self.rank_of(pp=stage)
+        return list(range(start, start + size))
+
+    def layers_of(self, stage: int) -> range:
+        """Decoder blocks of a stage: contiguous, as even as possible, earlier stages take the extra ones."""
+        layers, stages = self.plan.model.language.layers, self.plan.parallel.pp
+        share, extra = divmod(layers, stages)
+        start = stage * share + min(stage, extra)
+        return range(start, start + share + (stage < extra))
+
+    def _grid(self, *axes: str) -> list[dict[str, int]]:
+        sizes = [range(getattr(self.plan.parallel, axis)) for axis in axes]
+        return [dict(zip(axes, values, strict=True)) for values in product(*sizes)]
+
+    @property
+    def tp_groups(self) -> list[list[int]]:
+        """Tensor-parallel groups: same stage, replica and cp."""
+        return [[self.rank_of(**at, **to) for to in self._grid("tp")] for at in self._grid("pp", "dp", "cp")]
+
+    @property
+    def cp_groups(self) -> list[list[int]]:
+        """Context-parallel groups: same stage, replica and tp."""
+        return [[self.rank_of(**at, **to) for to in self._grid("cp")] for at in self._grid("pp", "dp", "tp")]
+
+    @property
+    def dp_groups(self) -> list[list[int]]:
+        """Gradient reduction of the language model: same stage, cp and tp."""
+        return [[self.rank_of(**at, **to) for to in self._grid("dp")] for at in self._grid("pp", "cp", "tp")]
+
+    @property
+    def pipelines(self) -> list[list[int]]:
+        """Ranks of each pipeline from first to last stage: same replica, cp and tp."""
+        return [[self.rank_of(**at, **to) for to in self._grid("pp")] for at in self._grid("dp", "cp", "tp")]
+
+    @property
+    def vision_group(self) -> list[int]:
+        """Gradient reduction of the encoder: all ranks that encode."""
+        return list(self.vision_ranks)
+
+    @property
+    def embedding_groups(self) -> list[list[int]]:
+        """First and last stage of each pipeline, which share the embedding table; none with a single stage."""
+        return [[pipe[0], pipe[-1]] for pipe in self.pipelines] if self.plan.parallel.pp > 1 else []
+
+    def group_of(self, groups: list[list[int]], rank: int) -> list[int]:
+        """The group among `groups` that holds a rank; empty where none does."""
+        return next((group for group in groups if rank in group), [])
+
+
+def _pack(plan: Plan, encoders: int) -> list[int]:
+    """The node of each rank, filled in rank order.
+
+    A tensor group that does not fit into what is left of a node goes to the next, since its collectives run in every
+    block; the encoder group starts node 0, which the first stage's first tensor group then joins. Groups larger than a
+    node (which the rules refuse) spill over.
+    """
+    p, room = plan.parallel, plan.cluster.ranks_per_node
+    if room == 0:
+        return [0] * plan.world_size
+    blocks = [1] * encoders + [p.tp] * (p.pp * p.dp * p.cp)
+    nodes: list[int] = []
+    node, used = 0, 0
+    for block in blocks:
+        if used and used + block > room:
+            node, used = node + 1, 0
+        for _ in range(block):
+            if used == room:
+                node, used = node + 1, 0
+            nodes.append(node)
+            used += 1
+    return nodes

@@ -1,0 +1,65 @@
+"""`Plan` as people use it: the schema's fields with loading, overrides, checks, layout and schedule."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Self
+
+from mmlab.errors import PlanError
+from mmlab.plan import io, presets, schema
+from mmlab.plan.layout import Layout
+from mmlab.plan.schedule import Schedule, build_schedule
+
+
+class Plan(schema.Plan):
+    """One run: model, layout, data, training. Immutable: every change makes a new plan."""
+
+    @classmethod
+    def load(cls, source: str | os.PathLike[str]) -> Self:
+        """A plan from a TOML file or, where there is no such file, the preset of that name. PlanError otherwise."""
+        path = Path(source)
+        if path.is_file():
+            return io.read(cls, path)
+        name = os.fspath(source)
+        if name in presets.preset_names():
+            return cls.preset(name)
+        reason = f"{name} is a folder, not a plan file" if path.is_dir() else f"no plan file {name}"
+        raise PlanError(f"{reason}, and no preset of that name; presets: {', '.join(presets.preset_names())}")
+
+    @classmethod
+    def preset(cls, name: str) -> Self:
+        """A plan that comes with mmlab. PlanError lists the names where there is none like it."""
+        if name not in presets.preset_names():
+            raise PlanError(f"no preset {name!r}; presets: {', '.join(presets.preset_names())}")
+        return cls.loads(presets.preset_text(name), f"preset {name}")
+
+    @classmethod
+    def loads(cls, text: str, source: str = "plan") -> Self:
+        """A plan from TOML text; `source` names it in messages. PlanError on what is not a plan."""
+        return io.loads(cls, text, source)
+
+    def dumps(self, comments: bool = False) -> str:
+        """The plan as TOML; with `comments`, each field's docstring above it."""
+        return io.dumps(self, comments)
+
+    def save(self, path: str | os.PathLike[str], comments: bool = False) -> Path:
+        """Write the plan as TOML, whole or not at all. PlanError where that fails."""
+        return io.save(self, path, comments)
+
+    def with_(self, *changes: str | Mapping[str, Any]) -> Self:
+        """A copy with changes applied in order: "parallel.tp=2" or {"parallel.tp": 2}. PlanError on bad ones."""
+        return io.with_changes(self, changes)
+
+    def diff(self, other: schema.Plan) -> io.Diff:
+        """The fields that another plan has otherwise."""
+        return io.diff(self, other)
+
+    def layout(self) -> Layout:
+        """Which rank is what, on which node; shows as a table and a picture."""
+        return Layout(self)
+
+    def schedule(self) -> Schedule:
+        """What each rank does in a step, in order; shows as a picture."""
+        return build_schedule(self)

@@ -1,0 +1,41 @@
+"""Tables as plain text and as HTML that reads on light and dark backgrounds."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from html import escape
+
+_STYLE = "border-collapse:collapse;background:#fff;color:#1a202c;font:13px/1.45 system-ui,sans-serif"
+_CELL = "text-align:left;padding:3px 12px;border-bottom:1px solid #e2e8f0;vertical-align:top"
+
+
+def text_table(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Columns aligned by spaces under a ruled header; cells with several lines stay in their column."""
+    cells = [list(headers), *(list(row) for row in rows)]
+    widths = [max(len(line) for row in cells for line in row[i].split("\n")) for i in range(len(headers))]
+
+    def lines(row: Sequence[str]) -> list[str]:
+        columns = [cell.split("\n") for cell in row]
+        height = max(len(column) for column in columns)
+        padded = [column + [""] * (height - len(column)) for column in columns]
+        return [
+            "  ".join(part.ljust(w) for part, w in zip(line, widths, strict=True)).rstrip()
+            for line in zip(*padded, strict=True)
+        ]
+
+    body = [line for row in cells[1:] for line in lines(row)]
+    return "\n".join([*lines(cells[0]), "  ".join("-" * width for width in widths), *body])
+
+
+def _aligned(parts: Sequence[str], widths: Sequence[int]) -> str:
+    return "  ".join(part.ljust(width) for part, width in zip(parts, widths, strict=True)).rstrip()
+
+
+def html_table(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """An HTML table with its own colours; cell texts are escaped."""
+    head = "".join(f'<th style="{_CELL};border-bottom:2px solid #a0aec0">{escape(text)}</th>' for text in headers)
+    body = "".join(
+        "<tr>" + "".join(f'<td style="{_CELL}">{escape(text).replace(chr(10), "<br>")}</td>' for text in row) + "</tr>"
+        for row in rows
+    )
+    return f'<table style="{_STYLE}"><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>'
