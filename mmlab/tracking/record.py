@@ -1,0 +1,232 @@
+"""The reading side of a run: its state, events, metrics, checkpoints and logs, from the files alone.
+
+Works for live and ended runs, from any process, without engines and without torch.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from collections.abc import Iterator
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from mmlab.errors import MmlabError
+from mmlab.messages.beacon import BeaconState, read_beacons
+from mmlab.messages.events import Event, read_events
+from mmlab.messages.failures import Failure, read_failures
+from mmlab.messages.files import RunPaths, process_alive, read_json
+from mmlab.messages.runs import runs_root
+
+if TYPE_CHECKING:
+    from mmlab.plan import Plan
+
+ENDED = ("failed", "finished", "stopped")
+"""States in which a run no longer computes."""
+LIVE = ("starting", "running", "paused")
+"""States in which its ranks should be alive."""
+
+
+class RunRecord:
+    """What the folder of a run says. Events are read once and then only what was appended."""
+
+    def __init__(self, run_dir: str | Path) -> None:
+        self.paths = RunPaths(Path(run_dir).absolute())
+        if not self.paths.run.is_file():
+            raise MmlabError(f"{run_dir} is not the folder of a run: it holds no run.json; `mmlab runs` lists runs")
+        self._events: list[Event] = []
+        self._offset = 0
+        self._host = socket.gethostname()
+
+    @property
+    def id(self) -> str:
+        """The name of the run's folder."""
+        return self.paths.root.name
+
+    @property
+    def info(self) -> dict[str, Any]:
+        """`run.json`: id, created, generation, world_size, and for runs of a lab: lab (its folder), engines, keeper."""
+        return read_json(self.paths.run) or {}
+
+    @cached_property
+    def plan(self) -> Plan:
+        """The plan that the run was started with."""
+        from mmlab.plan import Plan
+
+        return Plan.load(self.paths.plan)
+
+    def events(self) -> list[Event]:
+        """All events so far, oldest first."""
+        new, self._offset = read_events(self.paths.events, self._offset)
+        self._events.extend(new)
+        return list(self._events)
+
+    def beacons(self) -> list[BeaconState]:
+        """What each rank of the current generation does, in rank order."""
+        generation = self.info.get("generation", 0)
+        return [state for state in read_beacons(self.paths.ranks) if state.generation == generation]
+
+    def lineages(self) -> list[Event]:
+        """The current lineage and its ancestors, newest first, as lineage events (id, parent, parent_step)."""
+        known = {event["id"]: event for event in self.events() if event["kind"] == "lineage"}
+        last = next(reversed(known.values()), None) if known else None
+        chain: list[Event] = []
+        while last is not None and last not in chain:
+            chain.append(last)
+            last = known.get(last["parent"])
+        return chain
+
+    def metrics(self) -> list[Event]:
+        """One dict a step of the current lineage, what it inherits from its ancestors included, by step."""
+        limit: dict[str, float] = {}
+        cut = float("inf")
+        for lineage in self.lineages():
+            limit[lineage["id"]] = cut
+            cut = min(cut, lineage["parent_step"])
+        steps = (event for event in self._events if event["kind"] == "step")
+        kept = [event for event in steps if event["step"] <= limit.get(event["lineage"], -1)]
+        by_step = {event["step"]: event for event in kept}
+        return [{key: value for key, value in by_step[step].items() if key != "kind"} for step in sorted(by_step)]
+
+    def status(self) -> dict[str, Any]:
+        """The state of the run right now.
+
+        {"state", "step", "steps" (planned), "reason", "generation", "lineage", "id", "ranks": [{"rank", "role",
+        "engine", "pid", "host", "alive", "phase", "step"}]}. `alive` is None for ranks of other
+        hosts. A run whose ranks left without a word is "failed" from the moment their processes are gone.
+        """
+        info = self.info
+        generation = info.get("generation", 0)
+        events = self.events()
+        states = [event for event in events if event["kind"] == "state"]
+        last = states[-1] if states else {"state": "queued", "t": info.get("created", 0.0)}
+        state, reason = last["state"], last.get("reason", "")
+        beacons = self.beacons()
+        if state not in ENDED:
+            failure = self._failure(generation, beacons, state)
+            if failure:
+                state, reason = "failed", failure
+        lineages = self.lineages()
+        return {
+            "id": self.id,
+            "state": state,
+            "step": self._step(events, lineages),
+            "steps": self._steps(events),
+            "reason": reason,
+            "generation": generation,
+            "lineage": lineages[0]["id"] if lineages else "",
+            "ranks": [self._rank(beacon, info, state) for beacon in beacons],
+        }
+
+    def failures(self) -> list[Failure]:
+        """Failure records of the current generation, causes first."""
+        return read_failures(self.paths.failures, self.info.get("generation", 0))
+
+    def _failure(self, generation: int, beacons: list[BeaconState], state: str) -> str:
+        """Why a run that has not ended by its events has failed nevertheless; empty when it has not."""
+        failures = read_failures(self.paths.failures, generation)
+        if failures:
+            return failures[0].sentence()
+        for beacon in beacons:
+            here = beacon.host == self._host
+            if state in LIVE and here and not beacon.done and not process_alive(beacon.pid, beacon.started):
+                message = "its process ended"
+                return Failure(beacon.rank, beacon.role, beacon.phase, beacon.step, "lost", message).sentence()
+        keeper = self.info.get("keeper")
+        if keeper and keeper["host"] == self._host and not process_alive(keeper["pid"], keeper["started"]):
+            return "the lab that was running it has ended"
+        return ""
+
+    def _rank(self, beacon: BeaconState, info: dict[str, Any], state: str) -> dict[str, Any]:
+        here = beacon.host == self._host
+        engines = info.get("engines", [])
+        return {
+            "rank": beacon.rank,
+            "role": beacon.role,
+            "engine": engines[beacon.rank] if beacon.rank < len(engines) else None,
+            "pid": beacon.pid,
+            "host": beacon.host,
+            "alive": process_alive(beacon.pid, beacon.started) if here else (None if state in LIVE else False),
+            "phase": beacon.phase,
+            "step": beacon.step,
+        }
+
+    def _step(self, events: list[Event], lineages: list[Event]) -> int:
+        """The last finished step of the current lineage."""
+        current = lineages[0]["id"] if lineages else ""
+        for event in reversed(events):
+            if event["kind"] == "step" and event["lineage"] == current:
+                return int(event["step"])
+        return int(lineages[0]["parent_step"]) if lineages else 0
+
+    def _steps(self, events: list[Event]) -> int:
+        """Planned steps, with what `set` made of them."""
+        for event in reversed(events):
+            if event["kind"] == "command" and event.get("ok") and event["verb"] == "set":
+                values = event["args"].get("values", {})
+                if "train.steps" in values:
+                    return int(values["train.steps"])
+        return int(self.info.get("steps", 0))
+
+    def checkpoints(self) -> list[dict[str, Any]]:
+        """Complete checkpoints by step, then time: {"name", "step", "lineage", "time", "loss", "world_size", "bytes",
+        "path"}."""
+        found = []
+        for path in self.paths.checkpoints.glob("*/manifest.json"):
+            manifest = read_json(path)
+            if not isinstance(manifest, dict):
+                continue
+            row = {key: manifest.get(key) for key in ("name", "step", "lineage", "time", "loss", "world_size")}
+            row["bytes"] = sum(file["size"] for file in manifest.get("files", {}).values())
+            found.append(row | {"path": str(path.parent)})
+        return sorted(found, key=lambda row: (row["step"], row["time"]))
+
+    def traces(self, step: int | None = None) -> dict[int, dict[str, Any]]:
+        """Measured ops of a step (default: the last one that all ranks traced), by rank: {"step", "t0", "ops"}."""
+        by_step: dict[int, dict[int, dict[str, Any]]] = {}
+        for path in self.paths.traces.glob("rank-*.jsonl"):
+            rank = int(path.stem.split("-")[1])
+            for record in read_events(path)[0]:
+                if step is None or record["step"] == step:
+                    by_step.setdefault(record["step"], {})[rank] = record
+        whole = [found for found, ranks in by_step.items() if len(ranks) == self.info.get("world_size")]
+        return dict(sorted(by_step[max(whole)].items())) if whole else {}
+
+    def log(self, rank: int, lines: int | None = None) -> str:
+        """What a rank printed (rotated files included), the last `lines` lines only if given."""
+        path = self.paths.log(rank)
+        parts = [path.with_name(f"{path.name}.{number}") for number in (2, 1)] + [path]
+        text = "".join(part.read_text(errors="replace") for part in parts if part.is_file())
+        return text if lines is None else "".join(text.splitlines(keepends=True)[-lines:])
+
+    def follow_log(self, rank: int, poll: float = 0.2) -> Iterator[str]:
+        """Lines of a rank's log as they are printed, from its current file's start, until the run has ended."""
+        path = self.paths.log(rank)
+        file = None
+        try:
+            while True:
+                ended = self.status()["state"] in ENDED
+                if file is None and path.is_file():
+                    file = open(path, errors="replace")  # noqa: SIM115  follows over several rounds
+                if file is not None:
+                    yield from file
+                    if path.is_file() and path.stat().st_ino != os.fstat(file.fileno()).st_ino:
+                        yield from file
+                        file.close()
+                        file = None  # rotated: go on with the new file
+                        continue
+                if ended:
+                    return
+                time.sleep(poll)
+        finally:
+            if file is not None:
+                file.close()
+
+
+def list_runs(root: str | Path | None = None) -> list[RunRecord]:
+    """The runs under a folder (default MMLAB_RUNS, else ./runs), newest first."""
+    folder = Path(root) if root is not None else runs_root()
+    records = [RunRecord(path.parent) for path in folder.glob("*/run.json")]
+    return sorted(records, key=lambda record: record.info.get("created", 0.0), reverse=True)

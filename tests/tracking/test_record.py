@@ -1,0 +1,172 @@
+"""Reading a run from its files alone: state, lineage, checkpoints, logs."""
+
+import os
+import subprocess
+import sys
+import threading
+
+import pytest
+
+from mmlab.errors import MmlabError, PlanError
+from mmlab.messages import Beacon, EventLog, Failure, write_failure, write_json
+from mmlab.messages.runs import create_run, runs_root
+from mmlab.tracking import RunRecord, list_runs
+
+
+@pytest.fixture
+def paths(tmp_path):
+    return create_run(tmp_path / "runs", "my run", 'name = "my run"\n', world_size=2, steps=10)
+
+
+@pytest.fixture
+def log(paths):
+    log = EventLog(paths.events, "a")
+    yield log
+    log.close()
+
+
+def beacon(paths, rank, role, generation=0, step=0):
+    import socket
+
+    made = Beacon(paths.ranks / f"rank-{rank}.beacon", rank, role, socket.gethostname(), generation)
+    made.step = step
+    made.update("forward")
+    return made
+
+
+def test_a_new_run_is_queued_and_its_inbox_is_private(paths):
+    status = RunRecord(paths.root).status()
+    assert (status["state"], status["step"], status["steps"], status["ranks"]) == ("queued", 0, 10, [])
+    assert paths.control.stat().st_mode & 0o777 == 0o700
+    assert paths.root.name.endswith("-my-run")
+
+
+def test_two_runs_of_one_second_have_two_folders(tmp_path):
+    made = {create_run(tmp_path, "x", "", 1, 1).root for _ in range(3)}
+    assert len(made) == 3
+    assert {record.paths.root for record in list_runs(tmp_path)} == made
+
+
+def test_a_folder_that_cannot_be_written_is_a_plan_error(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(PlanError, match="MMLAB_RUNS"):
+        create_run(tmp_path / "file", "x", "", 1, 1)
+
+
+def test_the_runs_folder_can_be_named(monkeypatch, tmp_path):
+    monkeypatch.setenv("MMLAB_RUNS", str(tmp_path))
+    assert runs_root() == tmp_path
+    monkeypatch.delenv("MMLAB_RUNS")
+    monkeypatch.chdir(tmp_path)
+    assert runs_root() == tmp_path / "runs"
+
+
+def test_a_folder_without_a_run_is_refused(tmp_path):
+    with pytest.raises(MmlabError, match=r"holds no run\.json"):
+        RunRecord(tmp_path)
+
+
+def test_a_running_run_shows_its_ranks(paths, log):
+    first, second = beacon(paths, 0, "vision 0", step=3), beacon(paths, 1, "stage 0", step=3)
+    log.emit("lineage", id="a", parent="", parent_step=0, step=0)
+    log.emit("state", state="running", step=0, reason="")
+    log.emit("step", step=2, loss=1.0)
+    log.emit("command", verb="set", args={"values": {"train.steps": 20}}, ok=True, step=2)
+    status = RunRecord(paths.root).status()
+    assert (status["state"], status["step"], status["steps"], status["lineage"]) == ("running", 2, 20, "a")
+    assert [(r["role"], r["pid"], r["alive"], r["phase"]) for r in status["ranks"]] == [
+        ("vision 0", os.getpid(), True, "forward"),
+        ("stage 0", os.getpid(), True, "forward"),
+    ]
+    first.close()
+    second.close()
+
+
+def test_a_rank_whose_process_is_gone_makes_the_run_failed(paths, log):
+    code = (
+        "import os, socket, sys; from pathlib import Path; from mmlab.messages import Beacon;"
+        "b = Beacon(Path(sys.argv[1]), 1, 'stage 0', socket.gethostname(), 0); b.step = 4;"
+        "b.update('backward'); os._exit(0)"
+    )
+    log.emit("state", state="running", step=0, reason="")
+    alive = beacon(paths, 0, "vision 0", step=4)
+    subprocess.run([sys.executable, "-c", code, paths.ranks / "rank-1.beacon"], check=True)
+    status = RunRecord(paths.root).status()
+    assert status["state"] == "failed"
+    assert status["reason"] == "rank 1 (stage 0) failed in backward of step 4: its process ended"
+    assert [rank["alive"] for rank in status["ranks"]] == [True, False]
+    alive.close()
+
+
+def test_a_failure_record_makes_the_run_failed_before_the_event_comes(paths, log):
+    log.emit("state", state="running", step=0, reason="")
+    write_failure(paths.failures, 0, Failure(1, "stage 0", "reduce", 5, "peer", "connection closed"))
+    write_failure(paths.failures, 0, Failure(0, "vision 0", "encode", 5, "memory", "out of memory"))
+    assert RunRecord(paths.root).status()["reason"] == "rank 0 (vision 0) failed in encode of step 5: out of memory"
+
+
+def test_a_run_whose_lab_ended_has_failed(tmp_path):
+    import socket
+
+    keeper = {"pid": 2**22 - 1, "started": 1.0, "host": socket.gethostname()}
+    paths = create_run(tmp_path, "x", "", 1, 1, keeper=keeper)
+    status = RunRecord(paths.root).status()
+    assert (status["state"], status["reason"]) == ("failed", "the lab that was running it has ended")
+
+
+def test_metrics_follow_the_lineage(paths, log):
+    def steps(lineage, numbers):
+        log.lineage = lineage
+        for number in numbers:
+            log.emit("step", step=number, loss=float(number), of=lineage)
+
+    log.emit("lineage", id="a", parent="", parent_step=0, step=0)
+    steps("a", [1, 2, 3, 4])
+    log.emit("lineage", id="b", parent="a", parent_step=2, step=2)
+    record = RunRecord(paths.root)
+    assert record.status()["step"] == 2
+    steps("b", [3, 4, 5])
+    log.emit("lineage", id="c", parent="a", parent_step=3, step=3)
+    steps("c", [4])
+    assert [(row["step"], row["of"]) for row in record.metrics()] == [(1, "a"), (2, "a"), (3, "a"), (4, "c")]
+    assert record.status()["step"] == 4
+
+
+def test_only_complete_checkpoints_count(paths):
+    for name, step in (("late", 20), ("early", 10)):
+        folder = paths.checkpoints / name
+        folder.mkdir()
+        files = {"a": {"size": 3, "sha256": ""}, "b": {"size": 4, "sha256": ""}}
+        write_json(folder / "manifest.json", {"name": name, "step": step, "time": 1.0, "files": files})
+    (paths.checkpoints / "half").mkdir()
+    assert [(row["name"], row["bytes"]) for row in RunRecord(paths.root).checkpoints()] == [("early", 7), ("late", 7)]
+
+
+def test_the_last_trace_that_all_ranks_have(paths):
+    for rank, steps in ((0, (10, 20)), (1, (10,))):
+        lines = [f'{{"step": {step}, "t0": 1.0, "ops": [["forward", 0, 0.0, 0.1]]}}\n' for step in steps]
+        (paths.traces / f"rank-{rank}.jsonl").write_text("".join(lines))
+    traces = RunRecord(paths.root).traces()
+    assert {rank: trace["step"] for rank, trace in traces.items()} == {0: 10, 1: 10}
+    assert RunRecord(paths.root).traces(20) == {}
+
+
+def test_a_log_with_rotated_parts_and_followed(paths, log):
+    path = paths.log(0)
+    path.with_name("rank-0.log.1").write_text("one\n")
+    path.write_text("two\n")
+    record = RunRecord(paths.root)
+    assert record.log(0) == "one\ntwo\n"
+    assert record.log(0, lines=1) == "two\n"
+    lines = []
+    reader = threading.Thread(target=lambda: lines.extend(record.follow_log(0, poll=0.02)))
+    reader.start()
+    while not lines:
+        pass
+    path.rename(path.with_name("rank-0.log.1"))
+    path.write_text("three\n")
+    while len(lines) < 2:
+        pass
+    log.emit("state", state="finished", step=3, reason="")
+    reader.join(10)
+    assert lines == ["two\n", "three\n"]
