@@ -1,7 +1,7 @@
 """Tensor parallelism by explicit collectives on plain tensors (Megatron-LM, Shoeybi et al. 2019, section 3).
 
 A column-parallel linear layer takes its input through `copy_to_group` (identity forward, all-reduce backward) and a
-row-parallel one hands its output to `reduce_from_group` (all-reduce forward, identity backward). Several column-parallel
+row-parallel one hands its output to `reduce_from_group` (all-reduce forward, identity backward). Column-parallel
 layers with one input share one `copy_to_group`, so a decoder block costs two all-reduces forward and two backward.
 
 Everything that is communicated goes through `dist.all_reduce(tensor, group=...)`: what gathers does so by summing into

@@ -1,0 +1,234 @@
+"""The decoder, with Llama's and Qwen2's names and shapes, or one pipeline stage of it, tensor-parallel or not.
+
+RMSNorm, rotary positions (Su et al. 2021), grouped-query attention (Ainslie et al. 2023), SwiGLU (Shazeer 2020).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from mmlab.data.packed import PackedText
+from mmlab.models.initial import MakeParameter
+from mmlab.models.layers import Linear, RMSNorm, Table, at_least_float32, run_block
+from mmlab.models.sharding import EMBED_TOKENS, FINAL_NORM, LANGUAGE, LM_HEAD
+from mmlab.parallel.tensor import (
+    TensorGroup,
+    copy_to_group,
+    gather_from_group,
+    local,
+    reduce_from_group,
+    vocab_parallel_cross_entropy,
+    vocab_parallel_embedding,
+)
+from mmlab.plan.schema import LanguageConfig
+
+
+@dataclass(frozen=True)
+class Sequences:
+    """What all blocks need to know about a microbatch: rotations, and where packed tokens lie in padded sequences."""
+
+    cos: Tensor
+    """[T, 1, Dh / 2], at least float32."""
+    sin: Tensor
+    """[T, 1, Dh / 2], at least float32."""
+    count: int
+    """B: sequences."""
+    longest: int
+    """L: tokens of the longest sequence."""
+    slots: Tensor | None
+    """int64 [T]: row of each token among the B x L padded ones; None if all sequences are equally long."""
+
+    @staticmethod
+    def of(text: PackedText, head_dim: int, theta: float, dtype: torch.dtype) -> Sequences:
+        """Made once for a microbatch and stage, in the format of rotations that goes with computing in `dtype`."""
+        device, wide = text.position_ids.device, at_least_float32(dtype)
+        frequencies = 1.0 / (theta ** (torch.arange(0, head_dim, 2, dtype=wide, device=device) / head_dim))
+        angles = text.position_ids.to(wide).unsqueeze(-1) * frequencies
+        count, longest = len(text.seqlens), max(text.seqlens, default=0)
+        slots = None
+        if any(length != longest for length in text.seqlens):
+            rows = [row * longest + i for row, length in enumerate(text.seqlens) for i in range(length)]
+            slots = torch.tensor(rows, dtype=torch.int64, device=device)
+        return Sequences(angles.cos().unsqueeze(1), angles.sin().unsqueeze(1), count, longest, slots)
+
+    def pad(self, x: Tensor) -> Tensor:
+        """[T, H, Dh] -> [B, H, L, Dh], zeros after the end of each sequence."""
+        if self.slots is not None:
+            x = x.new_zeros(self.count * self.longest, *x.shape[1:]).index_copy(0, self.slots, x)
+        return x.view(self.count, self.longest, *x.shape[1:]).transpose(1, 2)
+
+    def unpad(self, x: Tensor) -> Tensor:
+        """[B, H, L, Dh] -> [T, H * Dh]."""
+        x = x.transpose(1, 2).reshape(self.count * self.longest, -1)
+        return x if self.slots is None else x.index_select(0, self.slots)
+
+    def rotate(self, x: Tensor) -> Tensor:
+        """Rotary positions: [T, H, Dh] -> [T, H, Dh]; element i is paired with i + Dh / 2, as Hugging Face does."""
+        first, second = x.to(self.cos.dtype).chunk(2, dim=-1)
+        turned = torch.cat([first * self.cos - second * self.sin, second * self.cos + first * self.sin], dim=-1)
+        return turned.to(x.dtype)
+
+
+class Attention(nn.Module):
+    """Causal grouped-query attention within each packed sequence; heads are split over the tensor group."""
+
+    def __init__(self, config: LanguageConfig, make: MakeParameter, name: str, tp: TensorGroup) -> None:
+        super().__init__()
+        self.head_dim, self.tp = config.head_dim, tp
+        self.grouped = config.heads != config.kv_heads
+        self.q_proj = Linear(make, f"{name}.q_proj", bias=config.attention_bias)
+        self.k_proj = Linear(make, f"{name}.k_proj", bias=config.attention_bias)
+        self.v_proj = Linear(make, f"{name}.v_proj", bias=config.attention_bias)
+        self.o_proj = Linear(make, f"{name}.o_proj", bias=False)
+
+    def forward(self, hidden: Tensor, sequences: Sequences) -> Tensor:
+        """[T, D] -> [T, D], both the same on every rank of the group."""
+        hidden = copy_to_group(hidden, self.tp)
+        q, k, v = (
+            project(hidden).view(hidden.shape[0], -1, self.head_dim)
+            for project in (self.q_proj, self.k_proj, self.v_proj)
+        )
+        q, k = sequences.rotate(q), sequences.rotate(k)
+        # Padding stands after the end of a sequence, where causal attention never lets a real token look.
+        mixed = F.scaled_dot_product_attention(
+            sequences.pad(q), sequences.pad(k), sequences.pad(v), is_causal=True, enable_gqa=self.grouped
+        )
+        return reduce_from_group(self.o_proj(sequences.unpad(mixed)), self.tp)
+
+
+class MLP(nn.Module):
+    """SwiGLU; the inner width is split over the tensor group."""
+
+    def __init__(self, make: MakeParameter, name: str, tp: TensorGroup) -> None:
+        super().__init__()
+        self.tp = tp
+        self.gate_proj = Linear(make, f"{name}.gate_proj", bias=False)
+        self.up_proj = Linear(make, f"{name}.up_proj", bias=False)
+        self.down_proj = Linear(make, f"{name}.down_proj", bias=False)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """[T, D] -> [T, D], both the same on every rank of the group."""
+        hidden = copy_to_group(hidden, self.tp)
+        return reduce_from_group(self.down_proj(F.silu(self.gate_proj(hidden)) * self.up_proj(hidden)), self.tp)
+
+
+class Block(nn.Module):
+    """Pre-norm decoder block: two all-reduces forward and two backward with tensor parallelism."""
+
+    def __init__(self, config: LanguageConfig, make: MakeParameter, name: str, tp: TensorGroup) -> None:
+        super().__init__()
+        self.input_layernorm = RMSNorm(make, f"{name}.input_layernorm", config.norm_eps)
+        self.self_attn = Attention(config, make, f"{name}.self_attn", tp)
+        self.post_attention_layernorm = RMSNorm(make, f"{name}.post_attention_layernorm", config.norm_eps)
+        self.mlp = MLP(make, f"{name}.mlp", tp)
+
+    def forward(self, hidden: Tensor, sequences: Sequences) -> Tensor:
+        """[T, D] -> [T, D]."""
+        hidden = hidden + self.self_attn(self.input_layernorm(hidden), sequences)
+        return hidden + self.mlp(self.post_attention_layernorm(hidden))
+
+
+@dataclass(frozen=True)
+class StageParts:
+    """Which parts of the decoder a stage holds."""
+
+    layers: range
+    """Decoder blocks, by their index in the whole model."""
+    embed: bool
+    """The embedding of token ids (first stage)."""
+    head: bool
+    """The final norm and the output layer (last stage)."""
+
+
+class Backbone(nn.Module):
+    """What a stage holds below the name that Hugging Face checkpoints give it (`model.`)."""
+
+    def __init__(self, config: LanguageConfig, parts: StageParts, make: MakeParameter, tp: TensorGroup) -> None:
+        super().__init__()
+        table = parts.embed or (parts.head and config.tied_embeddings)
+        self.embed_tokens = Table(make, EMBED_TOKENS.removesuffix(".weight")) if table else None
+        blocks = {str(i): Block(config, make, f"{LANGUAGE}model.layers.{i}", tp) for i in parts.layers}
+        self.layers = nn.ModuleDict(blocks)
+        self.norm = RMSNorm(make, FINAL_NORM.removesuffix(".weight"), config.norm_eps) if parts.head else None
+
+
+class DecoderStage(nn.Module):
+    """A contiguous part of the decoder; parameters keep their names in the whole model.
+
+    With tied embeddings a stage with the head but without the embedding holds a copy of the table, under the table's
+    name; its gradient is to be summed with the first stage's.
+    """
+
+    def __init__(
+        self,
+        config: LanguageConfig,
+        parts: StageParts,
+        make: MakeParameter,
+        tp: TensorGroup,
+        dtype: torch.dtype,
+        *,
+        recompute: bool,
+    ) -> None:
+        super().__init__()
+        self.config, self.parts, self.tp, self.dtype, self.recompute = config, parts, tp, dtype, recompute
+        self.model = Backbone(config, parts, make, tp)
+        untied = parts.head and not config.tied_embeddings
+        self.lm_head = Table(make, LM_HEAD.removesuffix(".weight")) if untied else None
+
+    def forward(self, text: PackedText, hidden: Tensor | None = None, image_tokens: Tensor | None = None) -> Tensor:
+        """Run the stage's blocks over a microbatch.
+
+        Args:
+            text: the packed sequences (T tokens).
+            hidden: [T, D] from the stage before; None on the stage that embeds.
+            image_tokens: [N * P, D] or [N, P, D] for `text.image_positions`; only on the stage that embeds. None or
+                empty without images.
+
+        Returns:
+            [T, D], before the final norm, in the computation's format.
+        """
+        if self.parts.embed:
+            hidden = self._embed(text, image_tokens)
+        elif hidden is None:
+            raise ValueError("a stage that does not embed needs the hidden states of the stage before")
+        hidden = hidden.to(self.dtype)
+        sequences = Sequences.of(text, self.config.head_dim, self.config.rope_theta, self.dtype)
+        for block in self.model.layers.values():
+            hidden = run_block(block, self.recompute, hidden, sequences)
+        return hidden
+
+    def _embed(self, text: PackedText, image_tokens: Tensor | None) -> Tensor:
+        """[T, D]: rows of the table, with image tokens where their placeholders stand."""
+        assert self.model.embed_tokens is not None
+        hidden = vocab_parallel_embedding(text.input_ids, local(self.model.embed_tokens.weight), self.tp)
+        hidden = hidden.to(self.dtype)
+        if image_tokens is None or image_tokens.numel() == 0:
+            return hidden
+        return hidden.index_copy(0, text.image_positions, image_tokens.reshape(-1, hidden.shape[-1]).to(self.dtype))
+
+    def _split_logits(self, hidden: Tensor) -> Tensor:
+        """[K, D] -> [K, V / tp]: this rank's columns."""
+        table = self.lm_head or self.model.embed_tokens
+        assert self.model.norm is not None
+        assert table is not None
+        return F.linear(copy_to_group(self.model.norm(hidden), self.tp), local(table.weight, hidden.dtype))
+
+    def loss(self, hidden: Tensor, targets: Tensor) -> Tensor:
+        """Sum of the cross entropies of the positions with a target.
+
+        Args:
+            hidden: [T, D], what `forward` of the last stage returned.
+            targets: int64 [T], -100 where there is nothing to predict.
+
+        Returns:
+            A scalar in at least float32; to be divided by the global count of targets.
+        """
+        return vocab_parallel_cross_entropy(self._split_logits(hidden), targets, self.tp)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """[K, D] of the last stage -> [K, V], whole on every rank of the group."""
+        return gather_from_group(self._split_logits(hidden), self.tp)

@@ -1,0 +1,81 @@
+"""What the encoder, the projector and the decoder share: linear layers, norms and attention's arrangement of heads.
+
+Layers hold parameters in the master format (possibly as DTensors) and compute in `dtype` on `local()` tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from mmlab.models.initial import MakeParameter
+from mmlab.parallel.tensor import local
+
+
+def at_least_float32(dtype: torch.dtype) -> torch.dtype:
+    """The format for what half precision would spoil (norms, rotations, loss): float64 if `dtype` is, else float32."""
+    return dtype if dtype == torch.float64 else torch.float32
+
+
+class Linear(nn.Module):
+    """x [..., I] -> x W^T + b [..., O], with the names of torch.nn.Linear; the bias is optional."""
+
+    def __init__(self, make: MakeParameter, name: str, *, bias: bool = True) -> None:
+        super().__init__()
+        self.weight = make(f"{name}.weight")
+        self.bias = make(f"{name}.bias") if bias else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Compute in the format of `x`."""
+        bias = None if self.bias is None else local(self.bias, x.dtype)
+        return F.linear(x, local(self.weight, x.dtype), bias)
+
+
+class Table(nn.Module):
+    """A weight matrix [V, D] by itself, with the name of torch.nn.Embedding: looked up, added or multiplied with."""
+
+    def __init__(self, make: MakeParameter, name: str) -> None:
+        super().__init__()
+        self.weight = make(f"{name}.weight")
+
+
+class LayerNorm(nn.Module):
+    """Layer normalisation over the last dim (torch keeps its statistics in at least float32)."""
+
+    def __init__(self, make: MakeParameter, name: str, eps: float) -> None:
+        super().__init__()
+        self.weight = make(f"{name}.weight")
+        self.bias = make(f"{name}.bias")
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., D] -> [..., D] in the format of `x`."""
+        weight, bias = local(self.weight, x.dtype), local(self.bias, x.dtype)
+        return F.layer_norm(x, weight.shape, weight, bias, self.eps)
+
+
+class RMSNorm(nn.Module):
+    """Root-mean-square normalisation over the last dim (Zhang and Sennrich 2019), statistics in at least float32."""
+
+    def __init__(self, make: MakeParameter, name: str, eps: float) -> None:
+        super().__init__()
+        self.weight = make(f"{name}.weight")
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., D] -> [..., D] in the format of `x`."""
+        wide = x.to(at_least_float32(x.dtype))
+        wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
+        return local(self.weight, x.dtype) * wide.to(x.dtype)
+
+
+def run_block(block: Callable[..., Tensor], recompute: bool, *args: object) -> Tensor:
+    """`block(*args)`; with `recompute`, its activations are computed again in backward instead of kept."""
+    if recompute and torch.is_grad_enabled():
+        # Blocks draw no random numbers, so there is no generator state to keep.
+        return checkpoint(block, *args, use_reentrant=False, preserve_rng_state=False)
+    return block(*args)
