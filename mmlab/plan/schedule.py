@@ -10,36 +10,40 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from mmlab.errors import PlanError
 from mmlab.plan.layout import Layout, Place
+from mmlab.plan.ops import COMPUTE, Kind, Op, Timed, Timeline
+from mmlab.plan.picture import schedule_svg, schedule_text
 from mmlab.plan.schema import Plan
+from mmlab.plan.simulate import Costs, DeadlockError, bubble, estimated_costs, measured_timeline, simulate
 
-Kind = Literal[
-    "encode", "send_tokens", "recv_token_grads", "encode_backward",
-    "recv_tokens", "recv_forward", "forward", "send_forward",
-    "recv_backward", "backward", "send_backward", "send_token_grads",
-    "reduce", "reduce_embedding", "norm", "update",
-]  # fmt: skip
+__all__ = [
+    "COMPUTE",
+    "DeadlockError",
+    "Kind",
+    "Op",
+    "Schedule",
+    "Timed",
+    "Timeline",
+    "bubble",
+    "build_schedule",
+    "estimated_costs",
+    "measured_timeline",
+    "microbatch_order",
+    "needs_backward",
+    "rows_to_draw",
+    "schedule_svg",
+    "schedule_text",
+    "simulate",
+    "stage_trains",
+    "tokens_need_grad",
+    "vision_trains",
+]
 
-COMPUTE = ("encode", "forward", "backward", "encode_backward")
-"""Kinds that compute; the others move or reduce data, except `update`."""
-
-
-@dataclass(frozen=True)
-class Op:
-    """One op of a rank.
-
-    `microbatch` is its index, -1 for ops of the whole step. `peer` is the rank at the other end of a transfer between
-    stages, -1 otherwise: token ops have several peers (all encoder ranks; the first stage of every replica), and which
-    images an encoder rank owns is said by the step manifest. Token ops and encoder ops of microbatch m stand for
-    microbatch m of every replica. Gradients of image tokens leave from tensor rank 0 only.
-    """
-
-    kind: Kind
-    microbatch: int = -1
-    peer: int = -1
+_MANY_RANKS = 24
+"""Above this, pictures show one tensor rank of each group, and the first replica alone."""
 
 
 def vision_trains(plan: Plan) -> bool:
@@ -64,12 +68,58 @@ def needs_backward(plan: Plan, stage: int) -> bool:
     return tokens_need_grad(plan) or any(stage_trains(plan, before) for before in range(stage + 1))
 
 
+def rows_to_draw(layout: Layout) -> list[int]:
+    """The ranks a picture shows: all, or (of many) every encoder and tensor rank 0 of the first replica's stages,
+    whose ops the other tensor ranks and replicas repeat."""
+    if layout.world_size <= _MANY_RANKS:
+        return list(range(layout.world_size))
+    stages = [
+        place.rank for place in layout.places if place.role == "language" and place.tp == place.cp == place.dp == 0
+    ]
+    return layout.vision_ranks + stages
+
+
 @dataclass(frozen=True)
 class Schedule:
-    """The ops of one step: `ops[rank]` in the order of execution."""
+    """The ops of one step: `ops[rank]` in the order of execution. Shows as a picture of the step as planned."""
 
     plan: Plan
     ops: list[list[Op]]
+
+    def simulate(self, costs: Costs | None = None) -> Timeline:
+        """When each op starts and ends; durations are estimated from operation counts where `costs` is absent."""
+        return simulate(self, self.plan, costs)
+
+    def bubble(self, costs: Costs | None = None) -> float:
+        """Share (0 to 1) of the stages' time in which they do not compute."""
+        return bubble(self.simulate(costs))
+
+    def _drawn(self) -> tuple[Timeline, list[str], str]:
+        layout = Layout(self.plan)
+        rows = rows_to_draw(layout)
+        timeline = self.simulate()
+        p = self.plan.parallel
+        rest = (
+            f"; {len(rows)} of {layout.world_size} ranks, the others do the same" if len(rows) < len(timeline) else ""
+        )
+        title = f"{self.plan.name}: {p.schedule}, {p.microbatches} microbatches, as planned{rest}"
+        return [timeline[rank] for rank in rows], [f"{rank}  {layout.place(rank).label}" for rank in rows], title
+
+    def svg(self) -> str:
+        """The step as planned: a Gantt chart, in units of one mean forward of a stage."""
+        timeline, labels, title = self._drawn()
+        return schedule_svg(timeline, title, labels, unit="forwards")
+
+    def __str__(self) -> str:
+        timeline, labels, title = self._drawn()
+        return f"{title}\n{schedule_text(timeline, labels)}"
+
+    def __repr__(self) -> str:
+        return str(self)
+
+    def _repr_mimebundle_(self, **_: Any) -> dict[str, str]:
+        svg = self.svg()
+        return {"text/plain": str(self), "text/html": svg, "image/svg+xml": svg}
 
 
 def microbatch_order(plan: Plan, stage: int) -> list[tuple[Literal["forward", "backward"], int]]:
@@ -95,7 +145,7 @@ def build_schedule(plan: Plan) -> Schedule:
     ops = []
     for place in layout.places:
         body = _encoder_ops(plan) if place.role == "vision" else _stage_ops(plan, layout, place)
-        ops.append([*body, *_end_of_step(plan, layout, place)])
+        ops.append([*body, *_end_of_step(plan, place)])
     return Schedule(plan, ops)
 
 
@@ -131,17 +181,16 @@ def _stage_ops(plan: Plan, layout: Layout, place: Place) -> Iterator[Op]:
                 yield Op("send_token_grads", i)
 
 
-def _end_of_step(plan: Plan, layout: Layout, place: Place) -> Iterator[Op]:
+def _end_of_step(plan: Plan, place: Place) -> Iterator[Op]:
     if place.role == "vision":
-        trains, group, tied = tokens_need_grad(plan), layout.vision_group, False
+        trains, tied = tokens_need_grad(plan), False
     else:
-        trains, group = stage_trains(plan, place.pp), layout.group_of(layout.dp_groups, place.rank)
+        trains = stage_trains(plan, place.pp)
         ends = plan.parallel.pp > 1 and place.pp in (0, plan.parallel.pp - 1)
         tied = ends and plan.model.language.tied_embeddings and not plan.train.language.frozen
-    if trains and len(group) > 1:
+    if trains:
         yield Op("reduce")
     if tied:
         yield Op("reduce_embedding")
     yield Op("norm")
-    if trains:
-        yield Op("update")
+    yield Op("update")

@@ -1,0 +1,47 @@
+"""The ops of a step: what one rank can be told to do. Executed, costed and drawn from the same list."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+Kind = Literal[
+    "encode", "send_tokens", "recv_token_grads", "encode_backward",
+    "recv_tokens", "recv_forward", "forward", "send_forward",
+    "recv_backward", "backward", "send_backward", "send_token_grads",
+    "reduce", "reduce_embedding", "norm", "update",
+]  # fmt: skip
+
+COMPUTE = frozenset({"encode", "forward", "backward", "encode_backward"})
+"""Kinds that compute; the others move or reduce data, except `update`."""
+
+
+@dataclass(frozen=True)
+class Op:
+    """One op of a rank.
+
+    `microbatch` is its index, -1 for ops of the whole step. `peer` is the rank at the other end of a transfer between
+    stages, -1 otherwise: token ops have several peers (all encoder ranks; the first stage of every replica), and which
+    images an encoder rank owns is said by the step manifest. Encoder ops of microbatch m stand for microbatch m of
+    every replica. Gradients of image tokens leave from tensor rank 0 only, since they are equal on all.
+
+    `reduce` collects the rank's gradients and sums them over its data-parallel group (which may be the rank alone),
+    `reduce_embedding` sums those of a table that first and last stage share, `norm` is the one reduction over all
+    ranks (norms, loss, flags), `update` is the optimizer and the learning-rate schedule.
+    """
+
+    kind: Kind
+    microbatch: int = -1
+    peer: int = -1
+
+
+class Timed(NamedTuple):
+    """An op with its start and end, both from the start of the step and in one unit."""
+
+    op: Op
+    start: float
+    end: float
+
+
+Timeline = list[list[Timed]]
+"""One list of timed ops for each rank, in the order of execution."""

@@ -1,0 +1,174 @@
+"""Plays a schedule without engines: when each op would start and end, and whether any rank would wait for ever."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from mmlab.plan.layout import Layout
+from mmlab.plan.ops import COMPUTE, Op, Timed, Timeline
+from mmlab.plan.schema import Plan
+from mmlab.plan.sizes import step_costs
+
+if TYPE_CHECKING:
+    from mmlab.plan.schedule import Schedule
+
+Costs = Mapping[tuple[int, str], float] | Mapping[str, float]
+"""Duration of an op by kind, or by (rank, kind); the unit is free. Kinds that are absent take no time."""
+
+
+class DeadlockError(RuntimeError):
+    """Ranks of a schedule wait for each other; the message names each with the op it waits in."""
+
+
+def estimated_costs(plan: Plan) -> dict[tuple[int, str], float]:
+    """Durations by (rank, kind) from operation counts, in units of one mean forward of a stage.
+
+    Meant for pictures: the compute ops stand in the right proportion to each other; transfers take 0.02 and the ops at
+    the end of the step 0.1, a guess that only makes them visible.
+    """
+    layout = Layout(plan)
+    flops = step_costs(plan, layout)
+    forwards = [cost for (_, kind), cost in flops.items() if kind == "forward"]
+    unit = sum(forwards) / len(forwards)
+    costs = {key: cost / unit for key, cost in flops.items()}
+    for rank in range(layout.world_size):
+        for kind in ("send_tokens", "send_forward", "send_backward", "send_token_grads"):
+            costs[rank, kind] = 0.02
+        for kind in ("reduce", "reduce_embedding", "norm", "update"):
+            costs[rank, kind] = 0.1
+    return costs
+
+
+@dataclass
+class _Player:
+    """The state of a simulation: one clock and one position for each rank, and what has been sent."""
+
+    ops: Sequence[Sequence[Op]]
+    layout: Layout
+    costs: Costs
+    clock: list[float]
+    at: list[int]
+    sent: dict[tuple[str, int, int, int], float] = field(default_factory=dict)
+    met: dict[tuple[str, int, int], dict[int, float]] = field(default_factory=dict)
+    timeline: Timeline = field(default_factory=list)
+
+    def cost(self, rank: int, kind: str) -> float:
+        by_rank: Mapping[object, float] = self.costs  # type: ignore[assignment]
+        return by_rank.get((rank, kind), by_rank.get(kind, 0.0))
+
+    def group(self, rank: int, kind: str) -> list[int]:
+        """The ranks that an op runs with, all of which must arrive; empty when the rank runs it alone."""
+        layout = self.layout
+        if kind == "norm":
+            return list(range(layout.world_size))
+        if rank in layout.vision_ranks:
+            return layout.vision_group if kind == "reduce" else []
+        groups = {
+            "forward": layout.tp_groups,
+            "backward": layout.tp_groups,
+            "reduce": layout.dp_groups,
+            "reduce_embedding": layout.embedding_groups,
+        }
+        return layout.group_of(groups.get(kind, []), rank)
+
+    def sources(self, rank: int, op: Op) -> Iterator[tuple[str, int, int, int]]:
+        """What a receiving op waits for: (kind of the sending op, sender, receiver or -1 for all, microbatch)."""
+        if op.kind == "recv_tokens":
+            yield from (("send_tokens", peer, -1, op.microbatch) for peer in self.layout.vision_ranks)
+        elif op.kind == "recv_token_grads":
+            for replica in range(self.layout.plan.parallel.dp):
+                yield "send_token_grads", self.layout.rank_of(pp=0, dp=replica), -1, op.microbatch
+        elif op.kind in ("recv_forward", "recv_backward"):
+            yield op.kind.replace("recv", "send"), op.peer, rank, op.microbatch
+
+    def start(self, rank: int, op: Op) -> float | None:
+        """When an op can start to run, None while what it needs has not happened."""
+        now = self.clock[rank]
+        group = self.groups.get((rank, op.kind), [])
+        if len(group) > 1:
+            here = self.met.setdefault((op.kind, group[0], op.microbatch), {})
+            here.setdefault(rank, now)
+            return max(here.values()) if len(here) == len(group) else None
+        arrivals = [self.sent.get(source) for source in self.sources(rank, op)]
+        known = [time for time in arrivals if time is not None]
+        return max([now, *known]) if len(known) == len(arrivals) else None
+
+    def __post_init__(self) -> None:
+        kinds = {(rank, op.kind) for rank, ops in enumerate(self.ops) for op in ops}
+        self.groups = {(rank, kind): self.group(rank, kind) for rank, kind in kinds}
+
+    def advance(self, rank: int) -> bool:
+        """Run a rank's next op if it can start."""
+        if self.at[rank] == len(self.ops[rank]):
+            return False
+        op = self.ops[rank][self.at[rank]]
+        start = self.start(rank, op)
+        if start is None:
+            return False
+        end = start + self.cost(rank, op.kind)
+        # A wait for others belongs to the op that waits, except that compute is drawn only while it computes.
+        self.timeline[rank].append(Timed(op, start if op.kind in COMPUTE else self.clock[rank], end))
+        if op.kind.startswith("send"):
+            self.sent[op.kind, rank, op.peer, op.microbatch] = end
+        self.clock[rank] = end
+        self.at[rank] += 1
+        return True
+
+
+def simulate(schedule: Schedule, plan: Plan, costs: Costs | None = None) -> Timeline:
+    """Play a schedule; sends do not wait for their receivers, tensor ranks compute together.
+
+    `costs` gives durations (estimated where absent). Returns each rank's ops with start and end.
+    Raises DeadlockError when ranks wait for each other.
+    """
+    ops = schedule.ops
+    world = range(len(ops))
+    player = _Player(
+        ops,
+        Layout(plan),
+        estimated_costs(plan) if costs is None else costs,
+        clock=[0.0 for _ in world],
+        at=[0 for _ in world],
+        timeline=[[] for _ in world],
+    )
+    moved = True
+    while moved:
+        moved = False
+        for rank in world:
+            while player.advance(rank):
+                moved = True
+    stuck = [rank for rank in world if player.at[rank] < len(ops[rank])]
+    if stuck:
+        waits = (f"rank {rank} in {ops[rank][player.at[rank]]}" for rank in stuck)
+        raise DeadlockError("the schedule never ends: " + "; ".join(waits))
+    return player.timeline
+
+
+def bubble(timeline: Timeline) -> float:
+    """Share (0 to 1) of the stages' time without compute, from their first forward to their last compute op.
+
+    Encoder ranks are not counted: how long they have nothing to do says how many of them there are, not how well the
+    pipeline is filled. 0 without any stage.
+    """
+    stages = [[t for t in ops if t.op.kind in ("forward", "backward")] for ops in timeline]
+    busy = [ops for ops in stages if ops]
+    if not busy:
+        return 0.0
+    span = max(t.end for ops in busy for t in ops) - min(t.start for ops in busy for t in ops)
+    computed = sum(t.end - t.start for ops in busy for t in ops)
+    return 1.0 - computed / (span * len(busy)) if span > 0 else 0.0
+
+
+def measured_timeline(traces: Sequence[Mapping[str, Any]]) -> Timeline:
+    """The timeline of a traced step, in seconds, from one record a rank: {"t0": epoch seconds, "ops": [[kind,
+    microbatch, start, end], ...]} with times relative to t0. Ranks are set against the earliest t0."""
+    origin = min((trace["t0"] for trace in traces), default=0.0)
+    return [
+        [
+            Timed(Op(kind, i), trace["t0"] - origin + start, trace["t0"] - origin + end)
+            for kind, i, start, end in trace["ops"]
+        ]
+        for trace in traces
+    ]

@@ -1,0 +1,127 @@
+"""How large and how costly each rank's share of the model is, from shapes alone."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from mmlab.plan.layout import Layout, Place
+from mmlab.plan.schema import LanguageConfig, Plan, VisionConfig
+
+_BYTES_TRAINED, _BYTES_FROZEN = 16, 4
+"""Bytes a parameter: fp32 weight, gradient and AdamW's two moments when trained, fp32 weight alone when frozen."""
+
+
+def vision_parameters(config: VisionConfig) -> int:
+    """Parameters of the encoder: patch and position embedding, blocks, norms."""
+    width, clip = config.hidden, config.family == "clip"
+    patches = width * 3 * config.patch_size**2 + (0 if clip else width)
+    positions = (config.tokens_per_tile + clip) * width + (width if clip else 0)
+    return patches + positions + config.layers * _vision_block(config) + 2 * width
+
+
+def _vision_block(config: VisionConfig) -> int:
+    width, mlp = config.hidden, config.mlp_width
+    return 4 * (width * width + width) + 2 * width * mlp + mlp + width + 4 * width
+
+
+def projector_parameters(plan: Plan) -> int:
+    """Parameters of the two-layer projector."""
+    out = plan.model.language.hidden
+    width = plan.model.projector.hidden or out
+    return (plan.model.vision.hidden + 1) * width + (width + 1) * out
+
+
+def block_parameters(config: LanguageConfig, tp: int = 1) -> int:
+    """Parameters of one decoder block on one of `tp` tensor ranks (norms are whole on each)."""
+    width, kv = config.hidden, config.kv_heads * config.head_dim
+    matrices = 2 * width * width + 2 * width * kv + 3 * width * config.mlp_width
+    biases = (width + 2 * kv) if config.attention_bias else 0
+    return (matrices + biases) // tp + 2 * width
+
+
+def language_parameters(config: LanguageConfig) -> int:
+    """Parameters of the whole decoder; a tied table counts once."""
+    tables = 1 if config.tied_embeddings else 2
+    return config.layers * block_parameters(config) + tables * config.vocab_size * config.hidden + config.hidden
+
+
+@dataclass(frozen=True)
+class Share:
+    """One rank's share: parameters it trains and parameters it only holds."""
+
+    trained: int
+    frozen: int
+
+    @property
+    def parameters(self) -> int:
+        """Parameters on the rank."""
+        return self.trained + self.frozen
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of weights, gradients and optimizer state (activations and copies in lower precision not counted)."""
+        return _BYTES_TRAINED * self.trained + _BYTES_FROZEN * self.frozen
+
+
+def rank_share(plan: Plan, layout: Layout, place: Place) -> Share:
+    """Parameters of the part of the model that a rank holds."""
+    train, beside = plan.train, plan.parallel.projector == "vision"
+    pieces: list[tuple[int, bool]] = []
+    if place.role == "vision":
+        pieces.append((vision_parameters(plan.model.vision), train.vision.frozen))
+    else:
+        pieces.append((_stage_parameters(plan, layout, place.pp), train.language.frozen))
+    if place.role == "vision" if beside else place.pp == 0:
+        pieces.append((projector_parameters(plan), train.projector.frozen))
+    return Share(sum(n for n, frozen in pieces if not frozen), sum(n for n, frozen in pieces if frozen))
+
+
+def _stage_parameters(plan: Plan, layout: Layout, stage: int) -> int:
+    """Decoder parameters on one tensor rank of a stage; a tied table is held by first and last stage."""
+    config, p = plan.model.language, plan.parallel
+    first, last = stage == 0, stage == p.pp - 1
+    tables = (first or last) if config.tied_embeddings else first + last
+    table = config.vocab_size * config.hidden // p.tp
+    blocks = len(layout.layers_of(stage)) * block_parameters(config, p.tp)
+    return blocks + tables * table + (config.hidden if last else 0)
+
+
+def step_costs(plan: Plan, layout: Layout) -> dict[tuple[int, str], float]:
+    """Floating-point operations of each compute op by (rank, kind), for one image and `data.seq_len` tokens a sample.
+
+    A backward costs a forward for the inputs and another for the weights where they train, and one more with
+    activation checkpointing (Narayanan et al. 2021, section 5.1).
+    """
+    costs: dict[tuple[int, str], float] = {}
+    again = 1 if plan.train.activation_checkpointing else 0
+    encode, project = _encoder_flops(plan)
+    for place in layout.places:
+        if place.role == "vision":
+            vision = 0 if plan.train.vision.frozen else 2 + again
+            projector = 2 if not plan.train.projector.frozen else (1 if vision else 0)
+            costs[place.rank, "encode"] = encode + project
+            costs[place.rank, "encode_backward"] = vision * encode + projector * project
+        else:
+            forward = _stage_flops(plan, layout, place.pp)
+            costs[place.rank, "forward"] = forward
+            costs[place.rank, "backward"] = (1 if plan.train.language.frozen else 2) * forward + again * forward
+    return costs
+
+
+def _encoder_flops(plan: Plan) -> tuple[float, float]:
+    """FLOPs of a microbatch (of all replicas) on one encoder rank: (encoder, projector where it is beside it)."""
+    config, images = plan.model.vision, plan.microbatch_size * plan.parallel.dp / max(1, plan.parallel.vision_dp)
+    tokens = config.tokens_per_tile
+    encode = config.layers * (2 * tokens * _vision_block(config) + 4 * tokens**2 * config.hidden)
+    beside = plan.parallel.projector == "vision"
+    return images * encode, images * 2 * tokens * projector_parameters(plan) if beside else 0.0
+
+
+def _stage_flops(plan: Plan, layout: Layout, stage: int) -> float:
+    """FLOPs of a microbatch's forward on one rank of a stage."""
+    config, p, length = plan.model.language, plan.parallel, plan.data.seq_len
+    block = 2 * length * block_parameters(config) + 2 * length**2 * config.hidden
+    flops = len(layout.layers_of(stage)) * block
+    if stage == p.pp - 1:
+        flops += 2 * length * config.vocab_size * config.hidden
+    return plan.microbatch_size * flops / (p.tp * p.cp)
