@@ -97,28 +97,28 @@ class RunRecord:
         "engine", "pid", "host", "alive", "phase", "step"}]}. `alive` is None for ranks of other
         hosts. A run whose ranks left without a word is "failed" from the moment their processes are gone.
         """
-        info = self.info
-        generation = info.get("generation", 0)
         events = self.events()
         states = [event for event in events if event["kind"] == "state"]
-        last = states[-1] if states else {"state": "queued", "t": info.get("created", 0.0)}
-        state, reason = last["state"], last.get("reason", "")
-        beacons = self.beacons()
-        if state not in ENDED:
-            failure = self._failure(generation, beacons, state)
-            if failure:
-                state, reason = "failed", failure
+        last = states[-1] if states else {"state": "queued"}
         lineages = self.lineages()
         return {
             "id": self.id,
-            "state": state,
             "step": self._step(events, lineages),
             "steps": self._steps(events),
-            "reason": reason,
-            "generation": generation,
             "lineage": lineages[0]["id"] if lineages else "",
-            "ranks": [self._rank(beacon, info, state) for beacon in beacons],
+            **self.present(last["state"], last.get("reason", "")),
         }
+
+    def present(self, state: str, reason: str = "") -> dict[str, Any]:
+        """What beacons, failure records and processes say beside the last state event: {"state", "reason",
+        "generation", "ranks"} as in `status`, without reading the event log (faces that follow it ask often)."""
+        info = self.info
+        generation = info.get("generation", 0)
+        beacons = self.beacons()
+        if state not in ENDED and (failure := self._failure(generation, beacons, state)):
+            state, reason = "failed", failure
+        ranks = [self._rank(beacon, info, state) for beacon in beacons]
+        return {"state": state, "reason": reason, "generation": generation, "ranks": ranks}
 
     def failures(self) -> list[Failure]:
         """Failure records of the current generation, causes first."""
