@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import product
-from typing import Literal
+from typing import Any, Literal
 
+from mmlab.plan.placement import layout_html, layout_svg, layout_text
 from mmlab.plan.schema import Plan
 
 
@@ -132,6 +133,19 @@ class Layout:
     def group_of(self, groups: list[list[int]], rank: int) -> list[int]:
         """The group among `groups` that holds a rank; empty where none does."""
         return next((group for group in groups if rank in group), [])
+
+    def svg(self) -> str:
+        """The placement as a picture: nodes, in them the encoder group and the tensor groups."""
+        return layout_svg(self)
+
+    def __str__(self) -> str:
+        return layout_text(self)
+
+    def __repr__(self) -> str:
+        return str(self)
+
+    def _repr_mimebundle_(self, **_: Any) -> dict[str, str]:
+        return {"text/plain": str(self), "text/html": layout_html(self), "image/svg+xml": self.svg()}
 
 
 def _pack(plan: Plan, encoders: int) -> list[int]:

@@ -7,9 +7,7 @@ from html import escape
 
 from mmlab.plan.ops import COMPUTE, Timed, Timeline
 from mmlab.plan.simulate import bubble
-
-FONT = "system-ui,-apple-system,Segoe UI,Helvetica,Arial,sans-serif"
-INK, FAINT, GRID = "#1a202c", "#5a6577", "#e2e8f0"
+from mmlab.plan.tables import FAINT, FONT, GRID, INK
 
 COLOURS = {
     "encode": "#009e73",
@@ -61,14 +59,15 @@ def _floor_log10(value: float) -> int:
 
 
 def _bar(timed: Timed, x: float, width: float, y: float, unit: str) -> str:
-    """One op as a rectangle with its microbatch number and a tooltip; waits are drawn low."""
+    """One op as a rectangle with its microbatch number and a tooltip: compute high, communication lower, waits low."""
     op = timed.op
     low = op.kind.startswith("recv")
-    height, top = (_ROW * 0.3, y + _ROW * 0.35) if low else (float(_ROW), y)
+    share = 1.0 if op.kind in COMPUTE or op.kind == "update" else 0.3 if low else 0.66
+    height, top = _ROW * share, y + _ROW * (1 - share) / 2
     about = f"{op.kind}{f' {op.microbatch}' if op.microbatch >= 0 else ''}: {timed.start:.4g} to {timed.end:.4g} {unit}"
     edge = ' stroke="#fff" stroke-width="0.75"' if width > 2.5 and not low else ""
     text = ""
-    if op.kind in COMPUTE and op.microbatch >= 0 and width >= 7 * len(str(op.microbatch)) + 3:
+    if op.kind in COMPUTE and op.microbatch >= 0 and width >= 6.3 * len(str(op.microbatch)) + 2:
         text = (
             f'<text x="{x + width / 2:.1f}" y="{y + _ROW / 2 + 4:.1f}" text-anchor="middle" font-size="11.5" '
             f'fill="{INK}">{op.microbatch}</text>'
@@ -91,7 +90,7 @@ def _legend(kinds: Sequence[str], y: float) -> str:
             f'<rect x="{x:.0f}" y="{y - 10:.0f}" width="13" height="13" rx="2" fill="{entries[name]}"/>'
             f'<text x="{x + 18:.0f}" y="{y + 1:.0f}" font-size="12" fill="{FAINT}">{name}</text>'
         )
-        x += 18 + 6.6 * len(name) + 20
+        x += 18 + 6.6 * len(name) + 18
     return "".join(parts)
 
 
@@ -106,7 +105,7 @@ def schedule_svg(timeline: Timeline, title: str = "", labels: Sequence[str] = ()
     left = 24 + 6.9 * max((len(label) for label in labels), default=0)
     scale = _PLOT / span
     bottom = _TOP + len(timeline) * (_ROW + _GAP)
-    width, height = left + _PLOT + 24, bottom + 54
+    width, height = left + _PLOT + 24, bottom + 60
     parts = [_axis(span, unit, left, scale, bottom)]
     for index, (label, ops) in enumerate(zip(labels, timeline, strict=True)):
         y = _TOP + index * (_ROW + _GAP)
@@ -114,7 +113,7 @@ def schedule_svg(timeline: Timeline, title: str = "", labels: Sequence[str] = ()
         parts.append(
             f'<text x="{left - 10:.0f}" y="{middle + 4:.1f}" text-anchor="end" font-size="12" fill="{INK}">'
             f'{escape(label)}</text><line x1="{left:.1f}" x2="{left + _PLOT:.1f}" y1="{middle:.1f}" y2="{middle:.1f}" '
-            f'stroke="{GRID}"/>'
+            f'stroke="{WAIT}" stroke-width="{_ROW * 0.3:.1f}"/>'
         )
         # Waits first, so that short transfers next to them stay visible.
         for timed in sorted(ops, key=lambda t: not t.op.kind.startswith("recv")):
@@ -140,8 +139,12 @@ def _axis(span: float, unit: str, left: float, scale: float, bottom: float) -> s
         parts.append(
             f'<line x1="{x:.1f}" x2="{x:.1f}" y1="{_TOP - 4}" y2="{bottom}" stroke="{GRID}"/>'
             f'<text x="{x:.1f}" y="{bottom + 14}" text-anchor="middle" font-size="11" fill="{FAINT}">{i * step:.4g}'
-            f"{f' {unit}' if i == 0 else ''}</text>"
+            "</text>"
         )
+    parts.append(
+        f'<text x="{left + span * scale:.1f}" y="{bottom + 30}" text-anchor="end" font-size="11" fill="{FAINT}">'
+        f"time in {unit}</text>"
+    )
     return "".join(parts)
 
 

@@ -103,12 +103,12 @@ class Schedule:
             f"; {len(rows)} of {layout.world_size} ranks, the others do the same" if len(rows) < len(timeline) else ""
         )
         title = f"{self.plan.name}: {p.schedule}, {p.microbatches} microbatches, as planned{rest}"
-        return [timeline[rank] for rank in rows], [f"{rank}  {layout.place(rank).label}" for rank in rows], title
+        return [timeline[rank] for rank in rows], [f"rank {rank} · {layout.place(rank).label}" for rank in rows], title
 
     def svg(self) -> str:
         """The step as planned: a Gantt chart, in units of one mean forward of a stage."""
         timeline, labels, title = self._drawn()
-        return schedule_svg(timeline, title, labels, unit="forwards")
+        return schedule_svg(timeline, title, labels, unit="mean forwards of a stage")
 
     def __str__(self) -> str:
         timeline, labels, title = self._drawn()

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from mmlab.plan.layout import Layout
-from mmlab.plan.ops import COMPUTE, Op, Timed, Timeline
+from mmlab.plan.ops import Op, Timed, Timeline
 from mmlab.plan.schema import Plan
 from mmlab.plan.sizes import step_costs
 
@@ -108,8 +108,8 @@ class _Player:
         if start is None:
             return False
         end = start + self.cost(rank, op.kind)
-        # A wait for others belongs to the op that waits, except that compute is drawn only while it computes.
-        self.timeline[rank].append(Timed(op, start if op.kind in COMPUTE else self.clock[rank], end))
+        # A receive shows its wait; what ranks do together (compute, reductions) begins when the last has come.
+        self.timeline[rank].append(Timed(op, self.clock[rank] if op.kind.startswith("recv") else start, end))
         if op.kind.startswith("send"):
             self.sent[op.kind, rank, op.peer, op.microbatch] = end
         self.clock[rank] = end

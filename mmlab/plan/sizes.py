@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from mmlab.plan.layout import Layout, Place
 from mmlab.plan.schema import LanguageConfig, Plan, VisionConfig
+
+if TYPE_CHECKING:
+    from mmlab.plan.layout import Layout, Place
 
 _BYTES_TRAINED, _BYTES_FROZEN = 16, 4
 """Bytes a parameter: fp32 weight, gradient and AdamW's two moments when trained, fp32 weight alone when frozen."""

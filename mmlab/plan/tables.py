@@ -5,6 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from html import escape
 
+FONT = "system-ui,-apple-system,Segoe UI,Helvetica,Arial,sans-serif"
+INK, FAINT, GRID = "#1a202c", "#5a6577", "#e2e8f0"
+"""Font and colours of all pictures: dark text, secondary text, rules."""
+
 _STYLE = "border-collapse:collapse;background:#fff;color:#1a202c;font:13px/1.45 system-ui,sans-serif"
 _CELL = "text-align:left;padding:3px 12px;border-bottom:1px solid #e2e8f0;vertical-align:top"
 
