@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any, Self
 
 from mmlab.errors import PlanError
-from mmlab.plan import io, presets, schema
+from mmlab.plan import io, presets, rules, schema
 from mmlab.plan.layout import Layout
+from mmlab.plan.problems import Fix, Problems
 from mmlab.plan.schedule import Schedule, build_schedule
 
 
@@ -48,13 +49,19 @@ class Plan(schema.Plan):
         """Write the plan as TOML, whole or not at all. PlanError where that fails."""
         return io.save(self, path, comments)
 
-    def with_(self, *changes: str | Mapping[str, Any]) -> Self:
-        """A copy with changes applied in order: "parallel.tp=2" or {"parallel.tp": 2}. PlanError on bad ones."""
-        return io.with_changes(self, changes)
+    def with_(self, *changes: str | Mapping[str, Any] | Fix) -> Self:
+        """A copy with changes in order: "parallel.tp=2", {"parallel.tp": 2} or a problem's fix. PlanError on bad ones."""
+        flat = (part for change in changes for part in (change.overrides if isinstance(change, Fix) else (change,)))
+        return io.with_changes(self, flat)
 
     def diff(self, other: schema.Plan) -> io.Diff:
         """The fields that another plan has otherwise."""
         return io.diff(self, other)
+
+    def check(self, engines: int | None = None) -> Problems:
+        """What is wrong with the plan, each problem with field, message and fix; with `engines`, whether that many are
+        enough. `plan.check().apply()` gives the repaired plan."""
+        return Problems(self, rules.find_problems(self, engines), engines)
 
     def layout(self) -> Layout:
         """Which rank is what, on which node; shows as a table and a picture."""
