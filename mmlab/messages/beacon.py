@@ -52,6 +52,7 @@ class Beacon:
         pid = os.getpid()
         self._fixed = (_MAGIC, rank, pid, process_started(pid))
         self._tail = (role.encode()[:32], host.encode()[:64])
+        self.role = role
         self.generation = generation
         self.step = 0
         with open(path, "wb+") as file:

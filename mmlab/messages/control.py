@@ -90,7 +90,12 @@ class Inbox:
                 command = Command(**found) if isinstance(found, dict) else None
             except TypeError:
                 command = None
-            if command is None or command.verb not in VERBS or command.id != path.stem or not isinstance(command.args, dict):
+            if (
+                command is None
+                or command.verb not in VERBS
+                or command.id != path.stem
+                or not isinstance(command.args, dict)
+            ):
                 self.answer(Ack(path.stem, False, -1, [], f"not a command: {path.name}", time.time()))
                 continue
             commands.append(command)

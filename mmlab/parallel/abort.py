@@ -23,22 +23,25 @@ def _sockets() -> dict[int, tuple[object, object]]:
 class SocketLedger:
     """The TCP connections that process groups opened: those that were not there when the ledger was made.
 
-    Make it before the first group, call `mark` after the last one.
+    Make it before the rendezvous, call `mark` after the last group. Until then every new connection counts.
     """
 
     def __init__(self) -> None:
         self._before = _sockets()
-        self._opened: dict[int, tuple[object, object]] = {}
+        self._opened: dict[int, tuple[object, object]] | None = None
 
     def mark(self) -> None:
         """Take note of what was opened since the ledger was made."""
-        self._opened = {fd: ends for fd, ends in _sockets().items() if self._before.get(fd) != ends}
+        self._opened = self._since()
+
+    def _since(self) -> dict[int, tuple[object, object]]:
+        return {fd: ends for fd, ends in _sockets().items() if self._before.get(fd) != ends}
 
     def shutdown(self) -> int:
-        """Shut down the marked connections that still have the same two ends; returns how many."""
+        """Shut down the connections that still have the same two ends; returns how many."""
         now = _sockets()
         count = 0
-        for fd, ends in self._opened.items():
+        for fd, ends in (self._since() if self._opened is None else self._opened).items():
             if now.get(fd) != ends:
                 continue  # closed meanwhile, and the number perhaps reused
             with contextlib.suppress(OSError), socket.socket(fileno=os.dup(fd)) as connection:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import datetime
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from mmlab.parallel.abort import SocketLedger
 from mmlab.parallel.exchange import Link
 from mmlab.parallel.tensor import TensorGroup
 from mmlab.plan.layout import Layout, Place
@@ -37,7 +36,6 @@ class Mesh:
     embedding: dist.ProcessGroup | None
     forward: Link | None
     backward: Link | None
-    sockets: SocketLedger = field(default_factory=SocketLedger)
 
     @property
     def world_size(self) -> int:
@@ -63,10 +61,9 @@ def build_mesh(plan: Plan, layout: Layout, rank: int, store: dist.Store | None, 
     `store` is None when the environment says where the rendezvous is (torchrun). A plan of one rank needs no groups.
     """
     place = layout.place(rank)
-    ledger = SocketLedger()
-    alone = TensorGroup(None, 0, 1, None)
+    alone = TensorGroup()
     if len(layout.places) == 1:
-        return Mesh(layout, place, device, None, alone, None, None, None, None, ledger)
+        return Mesh(layout, place, device, None, alone, None, None, None, None)
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     dist.init_process_group(
         backend, store=store, rank=rank, world_size=len(layout.places), timeout=GROUP_TIMEOUT,
@@ -82,19 +79,16 @@ def build_mesh(plan: Plan, layout: Layout, rank: int, store: dist.Store | None, 
     tp = alone
     if tp_group is not None:
         tp = TensorGroup(tp_group, place.tp, plan.parallel.tp, DeviceMesh.from_group(tp_group, device.type))
-    ledger.mark()
     return Mesh(
         layout, place, device, control, tp, vision_group if place.role == "vision" else dp_group, embedding,
-        Link(forward, device), Link(backward, device), ledger,
+        Link(forward, device), Link(backward, device),
     )  # fmt: skip
 
 
-def close_mesh(mesh: Mesh, broken: bool) -> None:
-    """End the groups. After a failure the sockets go first, so that no rank stays in a collective."""
+def close_mesh(mesh: Mesh) -> None:
+    """End the groups of this rank."""
     for link in (mesh.forward, mesh.backward):
         if link is not None:
             link.drop()
-    if broken:
-        mesh.sockets.shutdown()
     if dist.is_initialized():
         dist.destroy_process_group()

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -24,6 +24,9 @@ class Watch:
         self.beacon = beacon
         self.trace = trace
         self.telemetry = telemetry
+        self.fault: Callable[[int, str], None] | None = None
+        """A scripted fault (tests): called with (step, phase) whenever a phase begins."""
+        self.role = "" if beacon is None else beacon.role
         self.phase = "start"
         self.step = 0
         self.seconds = [0.0] * len(PHASES)
@@ -46,6 +49,8 @@ class Watch:
         self.phase = phase
         if self.beacon is not None:
             self.beacon.update(phase, microbatch)
+        if self.fault is not None:
+            self.fault(self.step, phase)
 
     @contextmanager
     def timed(self, phase: str, kind: str = "", microbatch: int = -1) -> Iterator[None]:

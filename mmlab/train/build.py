@@ -53,7 +53,7 @@ def _trained(plan: Plan, mesh: Mesh, part: PartModel) -> list[Trained]:
         if getattr(plan.train, module).frozen:
             param.requires_grad_(False)
             continue
-        once = is_sharded(param) or place.role == "vision" or place.tp == 0
+        once = is_sharded(param) or place.role == "vision" or place.tp == 0  # replicas over tp are equal
         counted = first_replica and once and not is_tied_copy(plan, place, name)
         trained.append(Trained(name, param, local_tensor(param), module, counted))
     return trained

@@ -7,7 +7,8 @@ import torch.distributed as dist
 
 from mmlab.data.manifest import Cursors, StepManifest
 from mmlab.data.packed import PackedText
-from mmlab.data.pipeline import DataSource, Prefetcher
+from mmlab.data.pipeline import DataSource
+from mmlab.data.prefetch import Prefetcher
 from mmlab.errors import DataError
 from mmlab.parallel.mesh import Mesh
 from mmlab.plan.schema import Plan
@@ -31,12 +32,15 @@ class Feed:
         self.images_seen = 0
         self.images_bad = 0
         self.cursors = source.start()
+        self._pixels: dict[int, torch.Tensor] = {}
         self._next: tuple[StepManifest, Cursors] | None = None
         self._current: tuple[StepManifest, Cursors, frozenset[int]] | None = None
 
     def reset(self, cursors: Cursors, step: int) -> None:
         """Stand after step `step`; the next batch is that of `step + 1`. All ranks together."""
         self.cursors = cursors
+        if self.prefetcher is not None:
+            self.prefetcher.drop()
         self._submit(cursors, step + 1)
         self.agree(self._reduce_bad(self.next_bad()))
 
@@ -52,7 +56,7 @@ class Feed:
         if self.prefetcher is None:
             return frozenset()
         self._pixels, bad = self.prefetcher.take(self._next[0])
-        return bad
+        return frozenset(bad)
 
     def _reduce_bad(self, mine: frozenset[int]) -> frozenset[int]:
         flags = torch.zeros(self.plan.data.global_batch, dtype=torch.float64)
@@ -85,8 +89,11 @@ class Feed:
         place = self.mesh.place
         if place.role != "language":
             return {}
-        microbatches = range(self.plan.parallel.microbatches)
-        return {m: self.source.text(manifest, manifest.microbatch(place.dp, m), bad).to(self.mesh.device) for m in microbatches}
+        texts = {}
+        for m in range(self.plan.parallel.microbatches):
+            text = self.source.text(manifest, manifest.microbatch(place.dp, m), bad)
+            texts[m] = text.to(self.mesh.device)
+        return texts
 
     def _judge(self, manifest: StepManifest, bad: frozenset[int]) -> None:
         limit = self.plan.data.max_bad_share

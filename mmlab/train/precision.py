@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import torch
 
+from mmlab.models.build import FORMATS
 from mmlab.plan.schema import Plan
-
-DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def compute_dtype(precision: str) -> torch.dtype:
     """The dtype of a plan's precision name."""
-    return DTYPES[precision]
+    return FORMATS[precision]
 
 
 def master_dtype(plan: Plan) -> torch.dtype:

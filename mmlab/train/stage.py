@@ -36,7 +36,6 @@ class StageRunner:
         self.texts: Mapping[int, PackedText] = {}
         self.total_targets = 1
         self.loss_sum = torch.zeros((), dtype=torch.float64)
-        self.last_hidden: Tensor | None = None
         self._inputs: dict[int, Tensor] = {}
         self._tokens: dict[int, Tensor] = {}
         self._outputs: dict[int, Tensor] = {}
@@ -46,7 +45,6 @@ class StageRunner:
         """Take a step's text: `texts[microbatch]`; `total_targets` counts target tokens over all ranks."""
         self.manifest, self.texts, self.total_targets = manifest, texts, max(1, total_targets)
         self.loss_sum = torch.zeros((), dtype=torch.float64)
-        self.last_hidden = None
         for store in (self._inputs, self._tokens, self._outputs, self._grads):
             store.clear()
 
@@ -99,21 +97,37 @@ class StageRunner:
         shape = (self.texts[microbatch].tokens, self.plan.model.language.hidden)
         self._inputs[microbatch] = self.mesh.forward.recv(shape, self.dtype, self.before, "forward", microbatch)
 
-    def forward(self, microbatch: int) -> None:
-        """This stage's blocks; on the last stage the sum of the losses of the microbatch's targets."""
-        text = self.texts[microbatch]
+    def _blocks(self, microbatch: int) -> Tensor:
         hidden = self._inputs.get(microbatch)
         if hidden is not None and self.wants_input_grads and torch.is_grad_enabled():
             hidden.requires_grad_()
         tokens = self._tokens.get(microbatch)
         if tokens is not None and self.part.projector is not None and tokens.numel():
             tokens = self.part.projector(tokens)
-        output = self.part.language(text, hidden, tokens)
+        output: Tensor = self.part.language(self.texts[microbatch], hidden, tokens)
+        return output
+
+    def forward(self, microbatch: int) -> None:
+        """This stage's blocks; on the last stage the sum of the losses of the microbatch's targets."""
+        output = self._blocks(microbatch)
         if self.last:
-            self.last_hidden = output.detach()
-            output = self.part.language.loss(output, text.targets)
+            output = self.part.language.loss(output, self.texts[microbatch].targets)
             self.loss_sum += output.detach().double().cpu()
         self._outputs[microbatch] = output
+
+    def write_forward(self, text: PackedText) -> Tensor | None:
+        """Pass whole sequences through this stage (generation); hidden [T, D] on the last stage, else None.
+
+        Image tokens are those of the last `recv_tokens`.
+        """
+        self.texts = {0: text}
+        if not self.first:
+            self.recv_forward(0)
+        self._outputs[0] = self._blocks(0)
+        if self.last:
+            return self._outputs[0]
+        self.send_forward(0)
+        return None
 
     def send_forward(self, microbatch: int) -> None:
         """Send activations to the stage after."""

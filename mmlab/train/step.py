@@ -86,7 +86,8 @@ class HybridStep:
         if self.stage is not None:
             self.stage.begin(batch.manifest, batch.texts, batch.targets)
 
-    def _flush(self) -> None:
+    def flush(self) -> None:
+        """Wait until everything sent has left."""
         for link in (self.mesh.forward, self.mesh.backward):
             if link is not None:
                 link.flush()
@@ -103,15 +104,15 @@ class HybridStep:
         state: dict[str, StepResult] = {}
 
         def norm(_: int) -> None:
-            self._flush()
+            self.flush()
             if inspect is not None:
                 inspect(self.built)
             state["result"] = self._norm(plan, batch, ride)
 
         def update(_: int) -> None:
             result = state["result"]
-            if plan.train.clip_norm and result.grad_norm_total > plan.train.clip_norm:
-                self.built.buckets.scale(plan.train.clip_norm / (result.grad_norm_total + 1e-6))
+            if plan.train.clip_norm:  # torch.nn.utils.clip_grad_norm_'s formula
+                self.built.buckets.scale(min(1.0, plan.train.clip_norm / (result.grad_norm_total + 1e-6)))
             result.lr = self.built.optimizer.step(plan, step, self.built.buckets.grads)
 
         handlers = self._handlers | {
@@ -128,7 +129,7 @@ class HybridStep:
         self._begin(batch)
         with torch.no_grad():
             run_ops(forward_ops(self.built.ops, microbatches), self._handlers, self.watch)
-            self._flush()
+            self.flush()
         return float(self.stage.loss_sum) if self.stage is not None and self.mesh.place.tp == 0 else 0.0
 
     def _reduce(self) -> None:

@@ -1,0 +1,88 @@
+"""`torchrun --nproc-per-node N -m mmlab.train PLAN [key=value ...]`: a run without ipyparallel."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import sys
+import time
+from pathlib import Path
+
+import torch.distributed as dist
+
+from mmlab.errors import MmlabError, PlanError
+from mmlab.messages import RunPaths, read_events, write_json
+from mmlab.plan import Plan
+from mmlab.train.job import Job
+from mmlab.train.worker import run_worker
+
+RUN_KEY = "mmlab/run"
+USAGE = "usage: torchrun --nproc-per-node N -m mmlab.train PLAN [key=value ...]"
+
+
+def prepare(plan: Plan, world_size: int, run_dir: Path) -> None:
+    """Check the plan against the number of processes and make the run's folder (rank 0)."""
+    if plan.world_size != world_size:
+        raise PlanError(
+            f"the plan needs {plan.world_size} ranks and torchrun started {world_size}; use --nproc-per-node {plan.world_size}"
+        )
+    plan.check().raise_if_any()
+    paths = RunPaths(run_dir)
+    try:
+        paths.create()
+    except OSError as error:
+        raise PlanError(
+            f"the run's folder {run_dir} cannot be written ({error}); set MMLAB_RUNS to another place"
+        ) from None
+    plan.save(paths.plan)
+    write_json(paths.run, {"id": run_dir.name, "created": time.time(), "generation": 1, "world_size": world_size})
+
+
+def _new_run_dir(plan: Plan) -> Path:
+    """A new folder's name under MMLAB_RUNS, else ./runs."""
+    root = Path(os.environ.get("MMLAB_RUNS", "runs")).absolute()
+    return root / f"{plan.name}-{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}"
+
+
+def _agree_on_run(arguments: list[str], rank: int, world_size: int, store: dist.Store) -> Path:
+    """Rank 0 checks the plan and makes the folder; the others learn its name, or that there is none."""
+    if rank != 0:
+        name = store.get(RUN_KEY).decode()
+        if not name:
+            raise MmlabError("rank 0 refused the plan")
+        return Path(name)
+    try:
+        plan = Plan.load(arguments[0]).with_(*arguments[1:])
+        run_dir = _new_run_dir(plan)
+        prepare(plan, world_size, run_dir)
+    except MmlabError as error:
+        print(error, file=sys.stderr)
+        store.set(RUN_KEY, "")
+        raise
+    print(f"run {run_dir}", flush=True)
+    store.set(RUN_KEY, str(run_dir))
+    return run_dir
+
+
+def main(arguments: list[str]) -> int:
+    """Exit code: 0 done or stopped, 1 the input is at fault, 2 the run failed."""
+    if not arguments or "RANK" not in os.environ:
+        print(USAGE, file=sys.stderr)
+        return 1
+    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    store = dist.TCPStore(host, port, is_master=False)  # torchrun's agent holds it
+    try:
+        run_dir = _agree_on_run(arguments, rank, world_size, store)
+    except MmlabError as error:
+        return error.exit_code
+    state = run_worker(Job(str(run_dir), rank, world_size, host, port))
+    if state == "failed" and rank == 0:
+        events, _ = read_events(RunPaths(run_dir).events)
+        reasons = [e["reason"] for e in events if e.get("state") == "failed"]
+        print(reasons[-1] if reasons else "the run failed", file=sys.stderr)
+    return 2 if state == "failed" else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

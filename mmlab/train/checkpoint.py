@@ -1,0 +1,213 @@
+"""Checkpoints: torch.distributed.checkpoint under global names, complete when the manifest, written last, exists.
+
+Parameters are named globally, never by rank or stage, so any layout loads any
+checkpoint: `model.<global name>`, `optimizer.<global name>.{step,exp_avg,exp_avg_sq}`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import shutil
+import time
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
+from torch.distributed.tensor import DTensor
+
+from mmlab.errors import CheckpointError
+from mmlab.messages import read_json, write_json
+from mmlab.parallel.mesh import Mesh
+from mmlab.plan.schema import Plan
+from mmlab.train.build import Built, is_tied_copy
+
+MANIFEST = "manifest.json"
+FORMAT = 1
+
+
+def _like(param: Tensor, local: Tensor) -> Tensor:
+    """An optimizer tensor as a DTensor of the parameter's layout (or plain, as the parameter is)."""
+    if not isinstance(param, DTensor):
+        return local
+    return DTensor.from_local(local, param.device_mesh, param.placements, shape=param.shape, stride=param.stride())
+
+
+def state_dict(plan: Plan, mesh: Mesh, built: Built, saving: bool) -> dict[str, Tensor]:
+    """What this rank saves or loads into, by global name; the tensors share storage with the live ones.
+
+    The last stage's copy of a tied embedding is loaded but not saved: the first stage's is the one that counts.
+    """
+    state: dict[str, Tensor] = {}
+    for name, param in built.part.named_parameters():
+        if not (saving and is_tied_copy(plan, mesh.place, name)):
+            state[f"model.{name}"] = param.detach()
+    for t in built.trained:
+        if saving and is_tied_copy(plan, mesh.place, t.name):
+            continue
+        for key, value in built.optimizer.state(t).items():
+            state[f"optimizer.{t.name}.{key}"] = value if value.dim() == 0 else _like(t.param, value)
+    return state
+
+
+def _no_dist(mesh: Mesh) -> bool:
+    return mesh.control is None
+
+
+@contextlib.contextmanager
+def _quiet() -> Any:
+    """torch warns that it saves without process groups; a plan of one rank means to."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*torch.distributed is disabled, unavailable or uninitialized.*")
+        yield
+
+
+def checksum(path: Path) -> str:
+    """SHA-256 of a file, hexadecimal."""
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def save(plan: Plan, mesh: Mesh, built: Built, folder: Path, extra: Mapping[str, Any]) -> dict[str, Any]:
+    """Save what all ranks hold into a folder; all ranks together. Returns the manifest (on every rank the same).
+
+    `extra` goes into the manifest (step, lineage, cursors, plan, ...): it is how further parts are added.
+    CheckpointError when it cannot be written; the folder then has no manifest and does not count.
+    """
+    began = time.time()
+    state = state_dict(plan, mesh, built, saving=True)
+    problem = ""
+    if mesh.place.rank == 0 and folder.exists():
+        try:
+            shutil.rmtree(folder)
+        except OSError as error:
+            problem = f"checkpoint {folder} could not be replaced: {error}"
+    _agree(mesh, problem)
+    try:
+        with _quiet():
+            dcp_save(state, checkpoint_id=folder, process_group=mesh.control, no_dist=_no_dist(mesh))
+    except (dcp.CheckpointException, OSError) as error:
+        raise CheckpointError(f"checkpoint {folder} could not be written: {_cause(error)}") from None
+    manifest: dict[str, Any] = {}
+    if mesh.place.rank == 0:
+        files = {p.name: {"size": p.stat().st_size, "sha256": checksum(p)} for p in sorted(folder.iterdir())}
+        manifest = {
+            "format": FORMAT, "name": folder.name, "time": time.time(), "seconds": time.time() - began,
+            "bytes": sum(f["size"] for f in files.values()), "files": files,
+            "world_size": mesh.world_size, **extra,
+        }  # fmt: skip
+        write_json(folder / MANIFEST, manifest)
+    return manifest
+
+
+def _agree(mesh: Mesh, problem: str) -> None:
+    """Raise CheckpointError on every rank when any rank has a problem, so that none waits for the others."""
+    problems = [problem]
+    if mesh.control is not None:
+        problems = [""] * mesh.world_size
+        dist.all_gather_object(problems, problem, group=mesh.control)
+    first = next((p for p in problems if p), None)
+    if first:
+        raise CheckpointError(first)
+
+
+def _cause(error: BaseException) -> str:
+    """The first rank's reason inside a CheckpointException."""
+    if isinstance(error, dcp.CheckpointException):
+        rank, wrapped = next(iter(error.failures.items()))
+        cause = wrapped[0] if isinstance(wrapped, tuple) else wrapped
+        return f"rank {rank}: {str(cause).splitlines()[0]}"
+    return str(error)
+
+
+def read_manifest(folder: Path) -> dict[str, Any]:
+    """The manifest of a checkpoint. CheckpointError when there is none or a file is missing or of another size."""
+    manifest = read_json(folder / MANIFEST)
+    if manifest is None:
+        raise CheckpointError(f"{folder} holds no complete checkpoint (no {MANIFEST}).")
+    for name, wanted in manifest["files"].items():
+        path = folder / name
+        size = path.stat().st_size if path.exists() else -1
+        if size != wanted["size"]:
+            found = "is missing" if size < 0 else f"has {size} bytes, not {wanted['size']}"
+            raise CheckpointError(f"checkpoint {folder.name} is damaged: {name} {found}. Restore another one.")
+    return dict(manifest)
+
+
+def find(checkpoints: Path, step: int | None = None, name: str = "", lineage: str = "") -> Path:
+    """The checkpoint with a name, else the newest of a step (of a lineage if it has one), else the newest.
+
+    CheckpointError lists what there is when nothing fits.
+    """
+    found = []
+    for manifest_path in checkpoints.glob(f"*/{MANIFEST}"):
+        manifest = read_json(manifest_path)
+        if manifest:
+            found.append(manifest)
+    fits = [m for m in found if (not name or m["name"] == name) and (step is None or m["step"] == step)]
+    fits = [m for m in fits if m["lineage"] == lineage] or fits
+    if not fits:
+        wanted = f"named {name}" if name else f"of step {step}" if step is not None else "at all"
+        have = ", ".join(f"{m['name']} (step {m['step']})" for m in sorted(found, key=lambda m: m["time"])) or "none"
+        raise CheckpointError(f"there is no checkpoint {wanted}; there are: {have}.")
+    return checkpoints / str(max(fits, key=lambda m: m["time"])["name"])
+
+
+def _loadable(state: Mapping[str, Tensor], folder: Path) -> tuple[dict[str, Tensor], dict[str, Any], str]:
+    """What can be loaded, the manifest, and what is wrong ("" when nothing is)."""
+    try:
+        manifest = read_manifest(folder)
+        stored = dcp.FileSystemReader(folder).read_metadata().state_dict_metadata
+    except CheckpointError as error:
+        return {}, {}, str(error)
+    except Exception as error:  # the metadata is a pickle: a damaged one can raise anything
+        return {}, {}, f"checkpoint {folder.name} is damaged: its metadata cannot be read ({error})."
+    wanted: dict[str, Tensor] = {}
+    for key, tensor in state.items():
+        entry = stored.get(key)
+        if entry is None and key.startswith("optimizer."):
+            continue
+        size = getattr(entry, "size", None)
+        if size is None or tuple(size) != tuple(tensor.shape):
+            there = f"{tuple(size)}" if size is not None else "absent"
+            name = key.removeprefix("model.")
+            problem = f"{name} is {there} in it and {tuple(tensor.shape)} in the plan"
+            return {}, {}, f"checkpoint {folder.name} is of another model: {problem}."
+        wanted[key] = tensor
+    return wanted, manifest, ""
+
+
+def load(plan: Plan, mesh: Mesh, built: Built, folder: Path) -> dict[str, Any]:
+    """Load a checkpoint of any layout into this rank's part, in place; all ranks together. Returns its manifest.
+
+    A module that was frozen when saved has no optimizer state in the file: it starts from zero. CheckpointError when
+    the checkpoint is incomplete or of another model (names the first parameter that differs); nothing is changed then.
+    """
+    state = state_dict(plan, mesh, built, saving=False)
+    wanted, manifest, problem = _loadable(state, folder)
+    _agree(mesh, problem)
+    try:
+        with _quiet():
+            dcp.load(wanted, checkpoint_id=folder, process_group=mesh.control, no_dist=_no_dist(mesh))
+    except (dcp.CheckpointException, OSError) as error:
+        raise CheckpointError(f"checkpoint {folder.name} could not be read: {_cause(error)}") from None
+    for key in state.keys() - wanted.keys():
+        state[key].zero_()
+    return manifest
+
+
+def prune(checkpoints: Path, keep_last: int) -> list[str]:
+    """Remove periodic checkpoints beyond the newest `keep_last` (0 keeps all); returns the names removed."""
+    if keep_last == 0:
+        return []
+    manifests = [m for p in checkpoints.glob(f"*/{MANIFEST}") if (m := read_json(p)) and m.get("periodic")]
+    old = sorted(manifests, key=lambda m: m["time"])[:-keep_last]
+    for manifest in old:
+        (checkpoints / manifest["name"] / MANIFEST).unlink()  # first: without it the rest does not count
+        shutil.rmtree(checkpoints / manifest["name"], ignore_errors=True)
+    return [manifest["name"] for manifest in old]

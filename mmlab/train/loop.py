@@ -1,0 +1,20 @@
+"""The training loop."""
+
+from __future__ import annotations
+
+from mmlab.train.session import Session
+
+
+def train(session: Session) -> str:
+    """Run until the plan's steps are done or a command stops the run; returns the final state."""
+    session.apply_commands()
+    while session.steering.step < session.plan.train.steps and not session.steering.stopped:
+        session.step()
+        session.evaluate_if_due()
+        session.save_if_due()
+        session.apply_commands()
+    if not session.steering.stopped:
+        session.evaluate()
+    if session.plan.checkpoint.at_end and session.steering.step > 0:
+        session.try_save()
+    return "stopped" if session.steering.stopped else "finished"

@@ -1,0 +1,70 @@
+"""The reference: the same plan, seed and data on one process, without any parallel code.
+
+Deliberately simple: the whole batch in one pack, torch's own AdamW (not fused)
+and clipping. What a layout computes must agree with this.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from mmlab.data.pipeline import DataSource
+from mmlab.models.build import PartModel, plain_model
+from mmlab.plan.schema import MODULES, Plan
+from mmlab.train.optim import decays, learning_rate
+from mmlab.train.precision import master_dtype
+
+
+@dataclass
+class StepRecord:
+    """What one step gave: loss, gradients before clipping and weights after the update, by global name."""
+
+    loss: float
+    grads: dict[str, Tensor] = field(default_factory=dict)
+    params: dict[str, Tensor] = field(default_factory=dict)
+
+
+def _optimizer(plan: Plan, model: PartModel) -> torch.optim.AdamW:
+    groups = []
+    for name, param in model.named_parameters():
+        if not param.requires_grad:
+            continue
+        settings = getattr(plan.train, name.split(".", 1)[0])
+        decay = settings.weight_decay if decays(param.dim()) else 0.0
+        betas = (settings.beta1, settings.beta2)
+        groups.append({"params": [param], "name": name, "weight_decay": decay, "betas": betas, "eps": settings.eps})
+    return torch.optim.AdamW(groups, foreach=False)
+
+
+def run_plain(plan: Plan, steps: int) -> list[StepRecord]:
+    """Train `steps` steps on one process in the plan's precision; every tensor of every step is kept."""
+    model = plain_model(plan, master_dtype(plan))
+    source = DataSource(plan)
+    optimizer = _optimizer(plan, model)
+    trainable = [(name, param) for name, param in model.named_parameters() if param.requires_grad]
+    cursors, records = source.start(), []
+    for step in range(1, steps + 1):
+        manifest, cursors = source.manifest(step, cursors)
+        everyone = range(len(manifest.samples))
+        pixels, bad = source.pixels(manifest, everyone)
+        text = source.text(manifest, everyone, frozenset(bad))
+        loss = model(text, pixels) / max(1, manifest.targets(frozenset(bad)))
+        optimizer.zero_grad()
+        loss.backward()
+        for _, param in trainable:
+            if param.grad is None:  # a step without any image: zero gradients, weight decay and momentum apply
+                param.grad = torch.zeros_like(param)
+        record = StepRecord(float(loss.detach()), {name: param.grad.clone() for name, param in trainable})
+        if plan.train.clip_norm:
+            torch.nn.utils.clip_grad_norm_([param for _, param in trainable], plan.train.clip_norm, foreach=False)
+        rates = {m: learning_rate(getattr(plan.train, m), step, plan.train.steps) for m in MODULES}
+        for group in optimizer.param_groups:
+            group["lr"] = rates[group["name"].split(".", 1)[0]]
+        optimizer.step()
+        record.params = {name: param.detach().clone() for name, param in model.named_parameters()}
+        records.append(record)
+    source.close()
+    return records

@@ -1,0 +1,263 @@
+"""One generation of a run on one rank: what the loop acts on, and what each command does."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from mmlab.data.manifest import Cursors
+from mmlab.data.pipeline import DataSource
+from mmlab.errors import CheckpointError, MmlabError, PlanError
+from mmlab.messages import PHASES, Command, EventLog, RunPaths
+from mmlab.parallel.mesh import Mesh
+from mmlab.parallel.watch import Watch
+from mmlab.plan import Plan, live_keys, set_live
+from mmlab.plan.keys import get
+from mmlab.train import checkpoint
+from mmlab.train.build import Built
+from mmlab.train.control import Boundary, Channel, Listener
+from mmlab.train.evaluate import Evaluator
+from mmlab.train.feed import Feed
+from mmlab.train.step import HybridStep, Ride, StepResult
+
+
+@dataclass
+class Steering:
+    """Where the run stands between two steps, equal on every rank."""
+
+    step: int = 0
+    """Steps done."""
+    paused: bool = False
+    remaining: int | None = None
+    """Steps until the next pause, None without one."""
+    stopped: bool = False
+    loss: float | None = None
+    """Loss of the last step."""
+
+
+class Session:
+    """What one rank holds while a run goes on. Rank 0 writes events; all ranks compute the same decisions."""
+
+    def __init__(self, plan: Plan, paths: RunPaths, mesh: Mesh, built: Built, watch: Watch, listener: Listener) -> None:
+        self.plan, self.paths, self.mesh, self.built, self.watch = plan, paths, mesh, built, watch
+        self.log = EventLog(paths.events) if mesh.place.rank == 0 else None
+        self.listener = listener
+        self.channel = Channel(mesh)
+        self.boundary = Boundary(self.channel, listener, self.emit)
+        self.source = DataSource(plan)
+        self.feed = Feed(plan, mesh, self.source)
+        self.runner = HybridStep(plan, mesh, built, watch)
+        self.evaluator = Evaluator(self.runner, plan, mesh)
+        self.steering = Steering()
+        self.lineage = ""
+        self._verbs: dict[str, Callable[[dict[str, Any]], str]] = {
+            "pause": self._pause, "resume": self._resume, "step": self._step_n, "set": self._set,
+            "checkpoint": self._checkpoint, "restore": self._restore, "stop": self._stop,
+        }  # fmt: skip
+
+    def emit(self, kind: str, **fields: Any) -> None:
+        """Append an event (rank 0)."""
+        if self.log is not None:
+            self.log.emit(kind, **fields)
+
+    def begin_lineage(self, parent: str, parent_step: int) -> None:
+        """Start a new lineage that branches off another one; all ranks together."""
+        self.lineage = self.channel.share(secrets.token_hex(4))
+        if self.log is not None:
+            self.log.lineage = self.lineage
+        self.emit("lineage", step=parent_step, id=self.lineage, parent=parent, parent_step=parent_step)
+
+    def start(self, restore: str | None) -> None:
+        """From the beginning, or from a checkpoint's name ("latest" for the newest); all ranks together."""
+        if restore is None:
+            self.begin_lineage("", 0)
+            self.feed.reset(self.feed.cursors, 0)
+        else:
+            self._load({"name": "" if restore == "latest" else restore})
+
+    def step(self) -> None:
+        """One optimizer step, its event, and the count."""
+        number = self.steering.step + 1
+        every = self.plan.tracking.trace_every
+        self.watch.begin_step(number, traced=every > 0 and (number - 2) % every == 0)
+        began = time.perf_counter()
+        with self.watch.timed("data"):
+            batch = self.feed.batch()
+        ride = Ride(self.listener.waiting, self.feed.next_bad, self.plan.data.global_batch)
+        result = self.runner.train(self.plan, number, batch, ride)
+        self.feed.agree(result.next_bad)
+        self.watch.end_step()
+        self.steering.step, self.steering.loss = number, result.loss
+        for position in sorted(batch.bad):
+            self.emit("bad_image", step=number, sample=batch.manifest.samples[position].key,
+                      reason="the image could not be decoded; its targets are masked")  # fmt: skip
+        self._emit_step(result, time.perf_counter() - began, batch.manifest.tokens, batch.manifest.tiles)
+        self._after_step(result)
+
+    def _emit_step(self, result: StepResult, seconds: float, tokens: int, images: int) -> None:
+        data = self.watch_phase(result, "data")
+        self.emit(
+            "step", step=self.steering.step, loss=result.loss, tokens=tokens, images=images,
+            samples=self.plan.data.global_batch, targets=result.targets, seconds=round(seconds, 5),
+            tokens_per_s=round(tokens / seconds, 2), images_per_s=round(images / seconds, 2), data_wait=data,
+            lr=result.lr, grad_norm=result.grad_norm, grad_norm_total=result.grad_norm_total,
+            **({"phases": [[round(s, 5) for s in row] for row in result.phases]} if result.phases else {}),
+        )  # fmt: skip
+
+    @staticmethod
+    def watch_phase(result: StepResult, phase: str) -> float | None:
+        """The longest time that any rank spent in a phase of a step, seconds; None without telemetry."""
+        index = PHASES.index(phase)
+        return round(max(row[index] for row in result.phases), 5) if result.phases else None
+
+    def _after_step(self, result: StepResult) -> None:
+        if self.steering.remaining is not None:
+            self.steering.remaining -= 1
+            if self.steering.remaining <= 0:
+                self.steering.remaining, self.steering.paused = None, True
+                self.emit("state", step=self.steering.step, state="paused", reason="the steps asked for are done")
+        self.commands_wait = result.commands
+
+    commands_wait = True
+    """Whether the last step's reduction said that a command waits; true before the first step."""
+
+    def apply_commands(self) -> None:
+        """The boundary: apply what waits, on all ranks; return when the run is to go on or has been stopped."""
+        while (self.commands_wait or self.steering.paused) and not self.steering.stopped:
+            self.watch.enter("control")
+            commands = self.boundary.commands(wait=self.steering.paused and not self.commands_wait)
+            self.commands_wait = False
+            for command in commands:
+                self._apply(command)
+        self.watch.enter("control")
+
+    def _apply(self, command: Command) -> None:
+        before = self.state
+        try:
+            message, ok = self._verbs[command.verb](command.args), True
+        except MmlabError as error:
+            message, ok = str(error), False
+        self.boundary.acknowledge(command, self.steering.step, message, ok)
+        if self.state != before:
+            self.emit("state", step=self.steering.step, state=self.state, reason=f"{command.verb} ({command.source})")
+
+    @property
+    def state(self) -> str:
+        """The run's state between steps."""
+        return "stopped" if self.steering.stopped else "paused" if self.steering.paused else "running"
+
+    def _pause(self, args: dict[str, Any]) -> str:
+        self.steering.paused, self.steering.remaining = True, None
+        return "paused"
+
+    def _resume(self, args: dict[str, Any]) -> str:
+        self.steering.paused, self.steering.remaining = False, None
+        return "goes on"
+
+    def _step_n(self, args: dict[str, Any]) -> str:
+        count = args.get("n", 1)
+        if not isinstance(count, int) or isinstance(count, bool) or count < 1:
+            raise PlanError(f"step takes a number of steps of at least 1, not {count!r}")
+        self.steering.paused, self.steering.remaining = False, count
+        return f"{count} step{'s' if count > 1 else ''}, then a pause"
+
+    def _set(self, args: dict[str, Any]) -> str:
+        values = args.get("values")
+        if not isinstance(values, dict) or not values:
+            raise PlanError('set takes values by dotted key, such as {"train.language.lr": 1e-4}')
+        self.plan = set_live(self.plan, values)
+        return ", ".join(f"{key} = {get(self.plan, key)}" for key in values)
+
+    def _stop(self, args: dict[str, Any]) -> str:
+        self.steering.stopped = True
+        return "stopped"
+
+    def _checkpoint(self, args: dict[str, Any]) -> str:
+        return self.save(str(args.get("name") or ""), periodic=False)
+
+    def _restore(self, args: dict[str, Any]) -> str:
+        step = args.get("step")
+        if step is not None and (not isinstance(step, int) or isinstance(step, bool)):
+            raise PlanError(f"restore takes a step number, not {step!r}")
+        return self._load(args)
+
+    def save(self, name: str, periodic: bool) -> str:
+        """Save a checkpoint of this step; all ranks together. CheckpointError when it fails."""
+        if name and (name != name.strip(". ") or any(c in name for c in "/\\\0")):
+            raise CheckpointError(f"{name!r} is not a name for a checkpoint: letters, digits, - _ . only")
+        step = self.steering.step
+        folder = self.paths.checkpoints / (name or f"step-{step:06d}-{self.lineage}")
+        extra = {
+            "step": step, "lineage": self.lineage, "cursors": self.feed.cursors.to_json(), "periodic": periodic,
+            "plan": self.plan.dumps(), "loss": self.steering.loss,
+        }  # fmt: skip
+        with self.watch.timed("checkpoint"):
+            manifest = checkpoint.save(self.plan, self.mesh, self.built, folder, extra)
+        if self.mesh.place.rank == 0:
+            self.emit("checkpoint", step=step, name=folder.name, path=str(folder), seconds=round(manifest["seconds"], 3),
+                      bytes=manifest["bytes"])  # fmt: skip
+            checkpoint.prune(self.paths.checkpoints, self.plan.checkpoint.keep_last)
+        return f"saved {folder.name}"
+
+    def _load(self, args: dict[str, Any]) -> str:
+        """Load a checkpoint and stand where it was made, on a new lineage."""
+        name, problem = "", ""
+        if self.mesh.place.rank == 0:
+            try:
+                name = checkpoint.find(
+                    self.paths.checkpoints, args.get("step"), args.get("name") or "", self.lineage
+                ).name
+            except CheckpointError as error:
+                problem = str(error)
+        name, problem = self.channel.share([name, problem])
+        if problem:
+            raise CheckpointError(problem)
+        with self.watch.timed("checkpoint"):
+            manifest = checkpoint.load(self.plan, self.mesh, self.built, self.paths.checkpoints / name)
+        saved = Plan.loads(manifest["plan"], f"checkpoint {name}")
+        self.plan = set_live(self.plan, {key: get(saved, key) for key in live_keys() if key != "train.steps"})
+        self.steering.step, self.steering.loss = manifest["step"], manifest["loss"]
+        self.begin_lineage(manifest["lineage"], manifest["step"])
+        self.feed.reset(Cursors.from_json(manifest["cursors"]), manifest["step"])
+        self.emit("restore", step=manifest["step"], name=name, from_step=manifest["step"])
+        return f"restored {name} (step {manifest['step']})"
+
+    def save_if_due(self) -> None:
+        """The periodic checkpoint. A save that fails is reported and the run goes on."""
+        every = self.plan.checkpoint.every_steps
+        if every and self.steering.step % every == 0 and self.steering.step < self.plan.train.steps:
+            self.try_save()
+
+    def try_save(self) -> None:
+        """Save; a failure becomes a warning event."""
+        try:
+            self.save("", periodic=True)
+        except CheckpointError as error:
+            self.emit("warning", step=self.steering.step, message=str(error))
+
+    def evaluate_if_due(self) -> None:
+        """The periodic evaluation on held-out samples."""
+        every = self.plan.train.eval_every
+        if every and self.steering.step % every == 0 and self.steering.step < self.plan.train.steps:
+            self.evaluate()
+
+    def evaluate(self) -> None:
+        """Held-out loss with the right and with swapped images, and pictures with what the model writes."""
+        with self.watch.timed("eval"):
+            found = self.evaluator.losses(self.plan, self.steering.step)
+            if found is not None:
+                self.emit("eval", step=self.steering.step, **found)
+            folder = self.paths.samples / f"step-{self.steering.step:06d}-{self.lineage}"
+            items = self.evaluator.samples(self.plan, folder)
+            if items:
+                self.emit("samples", step=self.steering.step, folder=str(folder), items=items)
+
+    def close(self) -> None:
+        """End helpers of this rank."""
+        self.feed.close()
+        self.evaluator.close()
+        if self.log is not None:
+            self.log.close()

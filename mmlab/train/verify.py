@@ -1,0 +1,173 @@
+"""Sharded equals plain: the plan against one process, tensor by tensor (design, "How correctness is shown").
+
+These functions run in rank processes; `mmlab.cluster.verify` starts them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Shard
+
+from mmlab.data.pipeline import DataSource
+from mmlab.parallel.gradients import local_tensor
+from mmlab.parallel.mesh import build_mesh, close_mesh
+from mmlab.parallel.watch import Watch
+from mmlab.plan import Plan
+from mmlab.train.build import Built, build
+from mmlab.train.feed import Feed
+from mmlab.train.plain import StepRecord, run_plain
+from mmlab.train.step import HybridStep, Ride
+
+TINY = 1e-8
+"""A tensor under this share of the global norm is compared with the global norm: its true value may be zero."""
+
+
+def in_precision(plan: Plan, precision: str | None) -> Plan:
+    """The plan as verify runs it: no warm-up, and `precision` (None: its own) in every module."""
+    changes: dict[str, Any] = {f"train.{m}.warmup_steps": 0 for m in ("vision", "projector", "language")}
+    if precision is not None:
+        changes |= {f"precision.{m}": precision for m in ("vision", "projector", "language")}
+    return plan.with_(changes, {"cluster.device": "cpu"})
+
+
+def planned(rank: int, world: int, host: str, port: int, plan_text: str, precision: str | None) -> str:
+    """`in_precision` as text, for the process that starts the ranks."""
+    return in_precision(Plan.loads(plan_text), precision).dumps()
+
+
+@dataclass
+class Shards:
+    """One rank's tensors of every step. `cuts[name]` is (dim, offset) of a shard, None for a whole tensor."""
+
+    replica: tuple[int, ...]
+    losses: list[float] = field(default_factory=list)
+    cuts: dict[str, tuple[int, int] | None] = field(default_factory=dict)
+    grads: list[dict[str, Tensor]] = field(default_factory=list)
+    params: list[dict[str, Tensor]] = field(default_factory=list)
+
+
+def _cut(param: Tensor, tp: int) -> tuple[int, int] | None:
+    if not isinstance(param, DTensor):
+        return None
+    dims = [placement.dim for placement in param.placements if isinstance(placement, Shard)]
+    return (dims[0], tp * local_tensor(param).shape[dims[0]]) if dims else None
+
+
+def run_ranks(rank: int, world: int, host: str, port: int, plan_text: str, steps: int, folder: str) -> None:
+    """One rank of the plan for `steps` steps; leaves `rank-N.pt` in the folder."""
+    plan = Plan.loads(plan_text)
+    store = dist.TCPStore(host, port, is_master=False) if world > 1 else None
+    mesh = build_mesh(plan, plan.layout(), rank, store, torch.device("cpu"))
+    built = build(plan, mesh)
+    feed = Feed(plan, mesh, DataSource(plan))
+    runner = HybridStep(plan, mesh, built, Watch(telemetry=False))
+    place = mesh.place
+    shards = Shards((int(place.role == "language"), place.vision, place.dp, place.pp))
+    for name, param in built.part.named_parameters():
+        shards.cuts[name] = _cut(param, place.tp)
+
+    def inspect(live: Built) -> None:
+        shards.grads.append({name: grad.clone() for name, grad in live.buckets.grads.items()})
+
+    try:
+        feed.reset(feed.cursors, 0)
+        for step in range(1, steps + 1):
+            batch = feed.batch()
+            ride = Ride(next_bad=feed.next_bad, next_size=plan.data.global_batch)
+            result = runner.train(plan, step, batch, ride, inspect)
+            feed.agree(result.next_bad)
+            shards.losses.append(result.loss)
+            shards.params.append({n: local_tensor(p).clone() for n, p in built.part.named_parameters()})
+        torch.save(vars(shards), Path(folder) / f"rank-{rank}.pt")
+    finally:
+        feed.close()
+        close_mesh(mesh)
+
+
+def run_reference(rank: int, world: int, host: str, port: int, plan_text: str, steps: int, folder: str) -> None:
+    """The plain run; leaves `plain.pt` in the folder."""
+    torch.save([vars(record) for record in run_plain(Plan.loads(plan_text), steps)], Path(folder) / "plain.pt")
+
+
+@dataclass
+class Worst:
+    """The largest relative differences found, and where."""
+
+    loss: float = 0.0
+    grad: float = 0.0
+    param: float = 0.0
+    grad_at: str = ""
+    param_at: str = ""
+
+
+def _norm(tensors: list[Tensor]) -> float:
+    return math.sqrt(sum(float(t.double().square().sum()) for t in tensors))
+
+
+def _largest(found: list[Shards], plain: dict[str, Tensor], kind: str, step: int) -> tuple[float, str]:
+    """Largest ||a - b|| / ||b|| over tensors and replicas; NaN anywhere counts as infinite."""
+    floor = _norm(list(plain.values()))
+    squares: dict[tuple[Any, str], float] = defaultdict(float)
+    seen: set[str] = set()
+    for shards in found:
+        for name, value in getattr(shards, kind)[step].items():
+            want, cut = plain[name], shards.cuts[name]
+            if cut is not None:
+                want = want.narrow(cut[0], cut[1], value.shape[cut[0]])
+            square = float((value.double() - want.double()).square().sum())
+            key = (shards.replica, name)
+            squares[key] = squares[key] + square if cut is not None else max(squares[key], square)
+            seen.add(name)
+    missing = plain.keys() - seen
+    if missing:
+        return math.inf, f"{min(missing)} (on no rank)"
+    worst, where = 0.0, ""
+    for (_, name), square in squares.items():
+        own = _norm([plain[name]])
+        scale = own if own > TINY * floor else floor
+        error = math.sqrt(square) / scale if scale > 0 else (0.0 if square == 0 else math.inf)
+        error = math.inf if math.isnan(error) else error
+        if error > worst:
+            worst, where = error, name
+    return worst, where
+
+
+def compare(rank: int, world: int, host: str, port: int, ranks_folder: str, plain_folder: str) -> dict[str, Any]:
+    """Compare what `run_ranks` left in one folder with what `run_reference` left in another (or the same)."""
+    found = [Shards(**torch.load(path, weights_only=True)) for path in sorted(Path(ranks_folder).glob("rank-*.pt"))]
+    plain = [StepRecord(**value) for value in torch.load(Path(plain_folder) / "plain.pt", weights_only=True)]
+    worst = Worst()
+    for step in range(len(found[0].losses)):
+        record = plain[step]
+        for shards in found:
+            difference = abs(shards.losses[step] - record.loss) / abs(record.loss)
+            worst.loss = max(worst.loss, math.inf if math.isnan(difference) else difference)
+        grad, grad_at = _largest(found, record.grads, "grads", step)
+        param, param_at = _largest(found, record.params, "params", step)
+        if grad > worst.grad:
+            worst.grad, worst.grad_at = grad, f"{grad_at} at step {step + 1}"
+        if param > worst.param:
+            worst.param, worst.param_at = param, f"{param_at} at step {step + 1}"
+    return {"losses": found[0].losses, "plain_losses": [record.loss for record in plain]} | vars(worst)
+
+
+def compare_plain(rank: int, world: int, host: str, port: int, folder: str, reference: str) -> dict[str, Any]:
+    """A plain run in one folder against another plain run (of another precision): the error that is not the layout's."""
+    records = [StepRecord(**value) for value in torch.load(Path(folder) / "plain.pt", weights_only=True)]
+    other = [StepRecord(**value) for value in torch.load(Path(reference) / "plain.pt", weights_only=True)]
+    grad, grad_at = 0.0, ""
+    whole = Shards((0,), [], dict.fromkeys(records[0].params), [r.grads for r in records], [r.params for r in records])
+    for step in range(min(len(records), len(other))):
+        error, where = _largest([whole], other[step].grads, "grads", step)
+        if error > grad:
+            grad, grad_at = error, where
+    loss = abs(records[0].loss - other[0].loss) / abs(other[0].loss)
+    return {"loss": loss, "grad": grad, "grad_at": grad_at}

@@ -1,0 +1,219 @@
+"""One rank of a run, from the rendezvous to the end, in the calling thread or process."""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import functools
+import gc
+import os
+import socket
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import torch
+import torch.distributed as dist
+
+from mmlab.errors import MmlabError
+from mmlab.messages import (
+    Beacon,
+    EventLog,
+    Failure,
+    RunPaths,
+    claim_report,
+    process_alive,
+    read_beacons,
+    read_events,
+    read_failures,
+    write_failure,
+)
+from mmlab.parallel.abort import SocketLedger
+from mmlab.parallel.mesh import Mesh, build_mesh, close_mesh
+from mmlab.parallel.watch import Watch
+from mmlab.plan import Layout, Plan
+from mmlab.train.build import build
+from mmlab.train.control import Listener
+from mmlab.train.job import Job
+from mmlab.train.loop import train
+from mmlab.train.session import Session
+
+Fault = Callable[[int, int, str], None]
+"""A scripted fault: called with (rank, step, phase) whenever a phase begins."""
+
+STORE_TIMEOUT = datetime.timedelta(seconds=120)
+SETTLE = 1.0
+"""Seconds in which survivors look for the one that failed first before one of them reports."""
+_PEER = ("gloo", "connection", "socket", "broken pipe", "reset by peer", "timed out waiting", "nccl")
+_MEMORY = ("out of memory", "can't allocate memory", "cannot allocate memory")
+
+
+def routable_address(hint: str = "") -> str:
+    """An address of this host that the other ranks can reach: the hint, else the one that routes lead out by."""
+    if hint:
+        return hint
+    with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect(("192.0.2.1", 9))  # TEST-NET-1; a UDP connect sends nothing, it only picks the interface
+        return str(probe.getsockname()[0])
+    for addresses in psutil.net_if_addrs().values():
+        for address in addresses:
+            if address.family == socket.AF_INET and not address.address.startswith("127."):
+                return str(address.address)
+    return "127.0.0.1"
+
+
+def open_store(host_hint: str = "") -> tuple[str, int, dist.TCPStore]:
+    """Rank 0's rendezvous store on a routable address and a free port; keep it as long as the generation lives."""
+    host = routable_address(host_hint)
+    store = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=STORE_TIMEOUT)
+    return host, store.port, store
+
+
+def pick_device(plan: Plan, layout: Layout, rank: int) -> torch.device:
+    """This rank's device; the current CUDA device is per thread, so it is set here, in the thread that trains."""
+    mates = [place.rank for place in layout.places if place.node == layout.place(rank).node]
+    wanted = plan.cluster.device
+    enough = torch.cuda.is_available() and torch.cuda.device_count() >= len(mates)
+    if wanted == "cuda" and not enough:
+        raise MmlabError(
+            f"cluster.device = cuda, but torch sees {torch.cuda.device_count()} GPUs for {len(mates)} ranks of this "
+            "host; use cluster.device = cpu, or fewer ranks."
+        )
+    if wanted == "cpu" or not enough:
+        return torch.device("cpu")
+    device = torch.device("cuda", mates.index(rank))
+    torch.cuda.set_device(device)
+    return device
+
+
+def set_threads(plan: Plan, layout: Layout, rank: int) -> None:
+    """torch threads: the plan's number, else cores over ranks of this host."""
+    mates = sum(1 for place in layout.places if place.node == layout.place(rank).node)
+    torch.set_num_threads(plan.cluster.threads or max(1, (os.cpu_count() or 1) // mates))
+
+
+def run_worker(job: Job, fault: Fault | None = None) -> str:
+    """Do a whole generation of a run on this rank; returns finished, stopped or failed.
+
+    Never raises for what goes wrong in training: a failure is recorded (`failures/`), one survivor appends the
+    `state failed` event, and everything of this generation is dropped, so that the next one can start in the same
+    process (design, decision 11).
+    """
+    paths = RunPaths(Path(job.run_dir))
+    sockets = SocketLedger()
+    listener = Listener(paths, job.rank, job.generation, sockets)
+    state, watch, mesh = "failed", Watch(), None
+    try:
+        plan = Plan.load(paths.plan)
+        watch = _watch(plan, paths, job, fault)
+        set_threads(plan, plan.layout(), job.rank)
+        mesh = build_mesh(plan, plan.layout(), job.rank, _join(job), pick_device(plan, plan.layout(), job.rank))
+        sockets.mark()
+        state = _run(plan, paths, mesh, watch, listener, job)
+    except BaseException as error:
+        _fail(job, paths, watch, sockets, error)
+    finally:
+        listener.close()
+        if mesh is not None:
+            close_mesh(mesh)
+        if watch.beacon is not None:
+            watch.beacon.close()
+        mesh = None
+        gc.collect()
+    return state
+
+
+def _watch(plan: Plan, paths: RunPaths, job: Job, fault: Fault | None) -> Watch:
+    role = plan.layout().place(job.rank).label
+    beacon = Beacon(paths.ranks / f"rank-{job.rank}.beacon", job.rank, role, socket.gethostname(), job.generation)
+    watch = Watch(beacon, paths.traces / f"rank-{job.rank}.jsonl", plan.tracking.telemetry)
+    if fault is not None:
+        watch.fault = functools.partial(fault, job.rank)
+    return watch
+
+
+def _join(job: Job) -> dist.Store | None:
+    if not job.store_host:
+        return None  # torchrun: the environment says where
+    return dist.TCPStore(job.store_host, job.store_port, is_master=False, timeout=STORE_TIMEOUT)
+
+
+def _run(plan: Plan, paths: RunPaths, mesh: Mesh, watch: Watch, listener: Listener, job: Job) -> str:
+    session = Session(plan, paths, mesh, build(plan, mesh), watch, listener)
+    try:
+        session.start(job.restore)
+        mine = {"rank": job.rank, "role": mesh.place.label, "pid": os.getpid(), "host": socket.gethostname()}
+        ranks = session.channel.gather(mine)
+        session.emit("state", step=session.steering.step, state="running", reason="", ranks=ranks)
+        state = train(session)
+        session.channel.gather(True)  # nobody says finished before everybody is
+        session.emit("state", step=session.steering.step, state=state, reason="")
+        return state
+    finally:
+        session.close()
+
+
+def _kind(error: BaseException) -> str:
+    """memory, peer (a collective broke because another rank left) or exception."""
+    text = str(error).lower()
+    if isinstance(error, MemoryError | torch.OutOfMemoryError) or any(mark in text for mark in _MEMORY):
+        return "memory"
+    if isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and any(mark in text for mark in _PEER)):
+        return "peer"
+    return "exception"
+
+
+def _describe(error: BaseException, watch: Watch, plan_role: str) -> str:
+    if isinstance(error, MmlabError):
+        return str(error)
+    line = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+    if _kind(error) == "memory":
+        return (
+            f"out of memory in {watch.phase} on {plan_role} ({line}); use smaller microbatches (parallel.microbatches), "
+            "train.activation_checkpointing, or more ranks"
+        )
+    return f"{type(error).__name__}: {line}"
+
+
+def _fail(job: Job, paths: RunPaths, watch: Watch, sockets: SocketLedger, error: BaseException) -> None:
+    """Record the failure, free the other ranks, and see that the run's log says who failed first."""
+    role = watch.role
+    details = "".join(traceback.format_exception(error))
+    print(details, flush=True)  # into this rank's log
+    failure = Failure(job.rank, role, watch.phase, watch.step, _kind(error), _describe(error, watch, role), details)
+    traceback.clear_frames(error.__traceback__)  # frames hold the old model and groups (design, decision 11)
+    with contextlib.suppress(OSError):
+        write_failure(paths.failures, job.generation, failure)
+        sockets.shutdown()
+        first = _first_cause(paths, job.generation, failure)
+        if claim_report(paths.failures, job.generation):
+            log = EventLog(paths.events, _lineage(paths))
+            log.emit("state", step=first.step, state="failed", reason=first.sentence(), rank=first.rank, role=first.role,
+                     phase=first.phase, log=str(paths.log(first.rank)))  # fmt: skip
+            log.close()
+
+
+def _first_cause(paths: RunPaths, generation: int, mine: Failure) -> Failure:
+    """Who failed first: a rank with a cause of its own, else one whose process is gone, else whoever spoke first."""
+    end = time.monotonic() + SETTLE
+    host = socket.gethostname()
+    while True:
+        known = read_failures(paths.failures, generation)
+        if known and known[0].kind != "peer":
+            return known[0]
+        for beacon in read_beacons(paths.ranks):
+            gone = beacon.host == host and not process_alive(beacon.pid, beacon.started)
+            if beacon.generation == generation and not beacon.done and gone:
+                lost = Failure(beacon.rank, beacon.role, beacon.phase, beacon.step, "lost", "its process ended")
+                write_failure(paths.failures, generation, lost)
+                return lost
+        if time.monotonic() > end:
+            return known[0] if known else mine
+        time.sleep(0.02)
+
+
+def _lineage(paths: RunPaths) -> str:
+    events, _ = read_events(paths.events)
+    return next((event["lineage"] for event in reversed(events) if event.get("lineage")), "")
