@@ -1,0 +1,97 @@
+"""What Hugging Face's config.json says of a model, and whether a plan says the same. No torch."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from mmlab.plan.schema import Plan
+
+SECTIONS = {"vision": ("vision_config",), "language": ("text_config", "llm_config"), "projector": ()}
+"""Where a config of a larger model keeps that of the module."""
+FIELDS = {
+    "vision": {
+        "num_attention_heads": "model.vision.heads",
+        "layer_norm_eps": "model.vision.norm_eps",
+        "image_size": "model.vision.image_size",
+        "patch_size": "model.vision.patch_size",
+        "hidden_act": "model.vision.family",
+    },
+    "language": {
+        "num_attention_heads": "model.language.heads",
+        "num_key_value_heads": "model.language.kv_heads",
+        "rms_norm_eps": "model.language.norm_eps",
+        "rope_theta": "model.language.rope_theta",
+        "hidden_act": "",
+    },
+    "projector": {},
+}
+"""Keys that shapes do not show but the computation depends on, and the plan's field for each ("": fixed in mmlab)."""
+
+
+def config_of(plan: Plan, module: str) -> dict[str, Any]:
+    """config.json of the Hugging Face class with the module's names: for `vision` or `language`."""
+    return _vision(plan) if module == "vision" else _language(plan)
+
+
+def config_differences(plan: Plan, module: str, file: Path) -> list[str]:
+    """What a checkpoint's config.json says otherwise than the plan, one readable phrase each; no file, none."""
+    try:
+        config = json.loads(file.read_text())
+    except OSError:
+        return []
+    except ValueError:
+        return ["it is not JSON"]
+    if not isinstance(config, dict) or not FIELDS[module]:
+        return []
+    config = next((config[name] for name in SECTIONS[module] if isinstance(config.get(name), dict)), config)
+    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    said = rope | {key: value for key, value in config.items() if value is not None}
+    ours = config_of(plan, module)
+    differences = [
+        f"{key} is {said[key]}, the plan has {field + ' = ' if field else ''}{ours[key]}"
+        for key, field in FIELDS[module].items()
+        if key in said and said[key] != ours[key]
+    ]
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    return differences + ([f"rotary positions of type {kind} are not supported"] if kind != "default" else [])
+
+
+def _vision(plan: Plan) -> dict[str, Any]:
+    """SiglipVisionModel (without pooling head) or CLIPVisionModel."""
+    vision, siglip = plan.model.vision, plan.model.vision.family == "siglip"
+    return {
+        "architectures": ["SiglipVisionModel" if siglip else "CLIPVisionModel"],
+        "model_type": "siglip_vision_model" if siglip else "clip_vision_model",
+        "hidden_size": vision.hidden,
+        "intermediate_size": vision.mlp_width,
+        "num_hidden_layers": vision.layers,
+        "num_attention_heads": vision.heads,
+        "num_channels": 3,
+        "image_size": vision.image_size,
+        "patch_size": vision.patch_size,
+        "hidden_act": "gelu_pytorch_tanh" if siglip else "quick_gelu",
+        "layer_norm_eps": vision.norm_eps,
+    } | ({"vision_use_head": False} if siglip else {})
+
+
+def _language(plan: Plan) -> dict[str, Any]:
+    """Qwen2ForCausalLM (with attention bias) or LlamaForCausalLM."""
+    language = plan.model.language
+    qwen2 = language.attention_bias
+    return {
+        "architectures": ["Qwen2ForCausalLM" if qwen2 else "LlamaForCausalLM"],
+        "model_type": "qwen2" if qwen2 else "llama",
+        "vocab_size": language.vocab_size,
+        "hidden_size": language.hidden,
+        "intermediate_size": language.mlp_width,
+        "num_hidden_layers": language.layers,
+        "num_attention_heads": language.heads,
+        "num_key_value_heads": language.kv_heads,
+        "hidden_act": "silu",
+        "max_position_embeddings": language.max_positions,
+        "rms_norm_eps": language.norm_eps,
+        "rope_theta": language.rope_theta,
+        "tie_word_embeddings": language.tied_embeddings,
+    }

@@ -1,0 +1,14 @@
+"""Fixtures for all tests."""
+
+from collections.abc import Iterator
+
+import pytest
+
+from mmlab.cluster.pool import RankPool
+
+
+@pytest.fixture(scope="session")
+def pool() -> Iterator[RankPool]:
+    """Warm ranks for distributed tests: `pool.run(module.function, *args, ranks=2)`; `pool.grow(4)` for more."""
+    with RankPool(2) as pool:
+        yield pool
