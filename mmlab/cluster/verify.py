@@ -10,6 +10,7 @@ from typing import Any
 
 from mmlab.cluster.pool import RankPool
 from mmlab.plan import Plan
+from mmlab.plan.schema import MODULES
 
 FLOAT64_BOUND = 1e-9
 """Largest relative difference of any tensor in float64, over three optimizer steps."""
@@ -18,6 +19,14 @@ FP32_BOUND = 1e-5
 LOW_PRECISION_FACTOR = 1.5
 """bf16: at most this times the error that plain bf16 has against float64."""
 TIMEOUT = 900.0
+
+
+def in_precision(plan: Plan, precision: str | None) -> Plan:
+    """The plan as verify runs it: no warm-up, on CPU, and `precision` (None: its own) in every module."""
+    changes: dict[str, Any] = {f"train.{m}.warmup_steps": 0 for m in MODULES} | {"cluster.device": "cpu"}
+    if precision is not None:
+        changes |= {f"precision.{m}": precision for m in MODULES}
+    return plan.with_(changes)
 
 
 def verify(
@@ -50,8 +59,8 @@ def _verify(plan: Plan, steps: int, say: Callable[[str], None], pool: RankPool, 
     exact, own = folder / "float64", folder / "own"
     exact.mkdir()
     own.mkdir()
-    in_float64 = run("planned", plan.dumps(), "fp64")
-    in_own = run("planned", plan.dumps(), None)
+    in_float64 = in_precision(plan, "fp64").dumps()
+    in_own = in_precision(plan, None).dumps()
     say(f"float64, {steps} steps on {plan.world_size} ranks")
     run("run_ranks", in_float64, steps, str(exact), ranks=plan.world_size)
     say(f"float64, {steps} steps on one process")

@@ -30,19 +30,6 @@ TINY = 1e-8
 """A tensor under this share of the global norm is compared with the global norm: its true value may be zero."""
 
 
-def in_precision(plan: Plan, precision: str | None) -> Plan:
-    """The plan as verify runs it: no warm-up, and `precision` (None: its own) in every module."""
-    changes: dict[str, Any] = {f"train.{m}.warmup_steps": 0 for m in ("vision", "projector", "language")}
-    if precision is not None:
-        changes |= {f"precision.{m}": precision for m in ("vision", "projector", "language")}
-    return plan.with_(changes, {"cluster.device": "cpu"})
-
-
-def planned(rank: int, world: int, host: str, port: int, plan_text: str, precision: str | None) -> str:
-    """`in_precision` as text, for the process that starts the ranks."""
-    return in_precision(Plan.loads(plan_text), precision).dumps()
-
-
 @dataclass
 class Shards:
     """One rank's tensors of every step. `cuts[name]` is (dim, offset) of a shard, None for a whole tensor."""
