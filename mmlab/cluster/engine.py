@@ -1,0 +1,116 @@
+"""What runs in an engine: a training thread, and short calls in the main thread, which therefore stays free for cells.
+
+The keeper sends `call(method, *arguments)` through ipyparallel. The one `Engine` of the process lives in the engine's
+user namespace under the name `mmlab_engine`, so a cell can look at it too: `%px mmlab_engine.state()`.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import socket
+import sys
+import threading
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from mmlab.cluster.streams import EngineStream, RankLog
+from mmlab.errors import LabError
+from mmlab.messages import Command, Failure, RunPaths, process_started, send, write_failure
+
+if TYPE_CHECKING:
+    from mmlab.train.job import Job
+
+NAME = "mmlab_engine"
+"""Name of the engine's object in its user namespace."""
+WORKER = "mmlab.train.worker:run_worker"
+"""The function that trains, as "module:name"; takes a `Job`, returns when the rank has finished or failed."""
+
+
+class Engine:
+    """One engine: at most one training thread at a time."""
+
+    def __init__(self) -> None:
+        self.job: Job | None = None
+        self.thread: threading.Thread | None = None
+        self.store: Any = None
+
+    def hello(self) -> dict[str, Any]:
+        """Who this engine is: {"pid", "started", "host"}."""
+        pid = os.getpid()
+        return {"pid": pid, "started": process_started(pid), "host": socket.gethostname()}
+
+    def warm(self, worker: str = WORKER) -> None:
+        """Import what training needs, in a thread, so that the first run does not wait for it."""
+        module = worker.partition(":")[0]
+        threading.Thread(target=importlib.import_module, args=(module,), name="mmlab-warm", daemon=True).start()
+
+    def open_store(self, host_hint: str = "") -> tuple[str, int]:
+        """Open the rendezvous store of a run on rank 0's engine; (host, port) where the other ranks reach it."""
+        from mmlab.train.worker import open_store
+
+        self.store = None  # drops the last run's, and frees its port
+        host, port, self.store = open_store(host_hint)
+        return host, port
+
+    def start(self, job: dict[str, Any], worker: str = WORKER) -> None:
+        """Start the training thread of a rank. LabError while one is at work."""
+        if self.busy:
+            raise LabError(f"engine {os.getpid()} still trains rank {self.job.rank if self.job else '?'}")
+        from mmlab.train.job import Job
+
+        self.job = Job(**job)
+        log = RankLog(RunPaths(Path(self.job.run_dir)).log(self.job.rank))
+        streams = [stream for stream in (sys.stdout, sys.stderr) if isinstance(stream, EngineStream)]
+        for stream in streams:
+            stream.route(log)
+        self.thread = threading.Thread(
+            target=self._train, args=(self.job, worker, log, streams), name="mmlab-train", daemon=True
+        )
+        self.thread.start()
+
+    def _train(self, job: Job, worker: str, log: RankLog, streams: list[EngineStream]) -> None:
+        try:
+            module, _, name = worker.partition(":")
+            run_worker: Callable[[Job], None] = getattr(importlib.import_module(module), name)
+            run_worker(job)
+        except BaseException as error:  # the worker reports its own failures; this is what it could not
+            message = f"{type(error).__name__}: {error}"
+            failure = Failure(job.rank, f"rank {job.rank}", "start", 0, "exception", message, traceback.format_exc())
+            write_failure(RunPaths(Path(job.run_dir)).failures, job.generation, failure)
+            log.write(failure.details.encode())
+        finally:
+            for stream in streams:
+                stream.unroute()
+            log.close()
+            if job.rank == 0:
+                self.store = None
+
+    @property
+    def busy(self) -> bool:
+        """Whether a training thread is at work."""
+        return self.thread is not None and self.thread.is_alive()
+
+    def state(self) -> dict[str, Any]:
+        """{"busy", "run" (folder or None), "rank"}."""
+        job = self.job
+        return {"busy": self.busy, "run": job.run_dir if job else None, "rank": job.rank if job else None}
+
+    def write_command(self, run_dir: str, command: dict[str, Any]) -> None:
+        """Put a command into the inbox of a run whose folder only this host sees."""
+        send(RunPaths(Path(run_dir)).control, Command(**command))
+
+    def end(self) -> None:
+        """End the process at once: the way out for a training thread that does not come back."""
+        os._exit(1)
+
+
+def call(method: str, *arguments: Any) -> Any:
+    """Run a method of this process's `Engine`, which is made at the first call."""
+    from IPython import get_ipython
+
+    shell = get_ipython()
+    engine = shell.user_ns.setdefault(NAME, Engine())
+    return getattr(engine, method)(*arguments)

@@ -1,0 +1,305 @@
+"""The engines of a lab, seen from its keeper: an `ipyparallel.Cluster`, who is up, and short calls to them.
+
+Everything that may wait for the controller happens in threads of this class: a stopped controller delays what is
+asked of engines, and nothing else.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import inspect
+import json
+import logging
+import os
+import sys
+import threading
+import time
+from collections.abc import Coroutine, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import ipyparallel as ipp
+import psutil
+import zmq
+from ipyparallel.util import connect
+from traitlets.config import Config
+
+from mmlab.cluster.engine import call
+from mmlab.cluster.engine_main import CONNECTION
+from mmlab.cluster.processes import Tracked, tracked, with_descendants
+from mmlab.cluster.registry import LabConfig
+from mmlab.errors import LabError
+from mmlab.messages.files import process_alive, read_json
+
+TICK = 0.05
+"""Seconds between looks at who has registered and who has gone."""
+ANSWER = 60.0
+"""Seconds in which an engine answers a call that needs no work of it."""
+
+
+@dataclass(frozen=True)
+class EngineInfo:
+    """One engine: ipyparallel's id, and its process; `local` where this host can see that process."""
+
+    id: int
+    pid: int
+    started: float
+    host: str
+    local: bool
+
+    @property
+    def gone(self) -> bool:
+        """Whether its process is known to have ended (other hosts: see `Engines.lost`)."""
+        return self.local and not process_alive(self.pid, self.started)
+
+
+class Engines:
+    """Keeps `wanted` engines up, one replaced when it ends; `problem` says why it cannot."""
+
+    def __init__(self, config: LabConfig, host: str, log: logging.Logger) -> None:
+        self.config = config
+        self.host = host
+        self.log = log
+        self.wanted = config.engines
+        self.problem = ""
+        self.job_ids: list[str] = []
+        self.cluster: ipp.Cluster | None = None
+        self._up: list[EngineInfo] = []
+        self._client: ipp.Client | None = None
+        self._greeted: dict[int, tuple[Any, float]] = {}
+        self._gone: set[int] = set()
+        self._expected: list[float] = []
+        self._lock = threading.Lock()
+        self._end = threading.Event()
+        self._loop = asyncio.new_event_loop()
+        threading.Thread(target=self._loop.run_forever, name="mmlab-launchers", daemon=True).start()
+        threading.Thread(target=self._manage, name="mmlab-engines", daemon=True).start()
+
+    @property
+    def batch(self) -> bool:
+        """Whether the engines come from a batch queue, an SSH host or another profile: no time limit, other hosts."""
+        return bool(self.config.profile)
+
+    def up(self) -> list[EngineInfo]:
+        """The engines that answered and live, in the order in which ranks are given to them."""
+        with self._lock:
+            return [engine for engine in self._up if not self.lost(engine)]
+
+    def lost(self, engine: EngineInfo) -> bool:
+        """Whether an engine has ended: its process here is gone, or the controller has said that it left."""
+        return engine.gone or engine.id in self._gone
+
+    def ensure(self, n: int) -> None:
+        """Have at least `n` engines from now on."""
+        self.wanted = max(self.wanted, n)
+
+    def processes(self) -> list[Tracked]:
+        """Every process of this host that the lab has started: launchers' children, controller, schedulers, nannies."""
+        roots = []
+        cluster = self.cluster
+        if cluster is not None:
+            launchers = [("controller", cluster.controller)]
+            for engine_set in list(cluster.engines.values()):
+                local = getattr(engine_set, "launchers", None)
+                launchers += [("engine", one) for one in (list(local.values()) if local else [engine_set])]
+            for kind, launcher in launchers:
+                process = getattr(launcher, "process", None)
+                if isinstance(process, psutil.Process) and (record := tracked(process, kind)):
+                    roots.append(record)
+        roots += [Tracked(engine.pid, engine.started, "engine") for engine in self.up() if engine.local]
+        return with_descendants(roots)
+
+    def cancel_commands(self) -> list[list[str]]:
+        """What cancels the batch jobs of this lab, for whoever cleans up after a killed keeper."""
+        sets = list(self.cluster.engines.values()) if self.cluster is not None else []
+        launchers = [*sets, self.cluster.controller] if self.cluster is not None else []
+        return [
+            [*launcher.delete_command, launcher.job_id]
+            for launcher in launchers
+            if getattr(launcher, "job_id", "") and hasattr(launcher, "delete_command")
+        ]
+
+    # calls to engines, from any thread that may wait
+
+    def call(
+        self, engines: Sequence[EngineInfo], method: str, arguments: Sequence[tuple[Any, ...]], timeout: float
+    ) -> list[Any]:
+        """Call a method of several engines at once, each with its own arguments; results in their order.
+
+        LabError when one ends, raises, or does not answer within `timeout` seconds.
+        """
+        client = self._client
+        if client is None:
+            raise LabError("the engines are not connected yet")
+        results = [client[e.id].apply_async(call, method, *a) for e, a in zip(engines, arguments, strict=True)]
+        end = time.monotonic() + timeout
+        for engine, result in zip(engines, results, strict=True):
+            while not result.ready():
+                if self.lost(engine):
+                    raise LabError(f"engine {engine.id} (pid {engine.pid} on {engine.host}) ended during {method}")
+                if time.monotonic() > end or self._end.is_set():
+                    raise LabError(
+                        f"engine {engine.id} (pid {engine.pid} on {engine.host}) did not answer {method} within "
+                        f"{timeout:g} s: a cell may keep it busy, or the controller has stopped"
+                    )
+                result.wait(0.05)
+        return [self._result(engine, method, result) for engine, result in zip(engines, results, strict=True)]
+
+    def _result(self, engine: EngineInfo, method: str, result: Any) -> Any:
+        try:
+            return result.get(0)
+        except ipp.error.RemoteError as error:
+            raise LabError(f"engine {engine.id}: {error.ename} in {method}: {error.evalue}") from None
+        except ipp.error.IPythonError as error:
+            raise LabError(f"engine {engine.id} ended during {method}: {error}") from None
+
+    # the managing thread
+
+    def _manage(self) -> None:
+        while not self._end.is_set():
+            try:
+                self._tick()
+            except (
+                Exception
+            ) as error:  # a launcher's own errors are of any kind: they are the lab's problem, not its end
+                if not self._end.is_set():
+                    self.log.exception("engines")
+                    self.problem = self._explain(error)
+                self._end.wait(5.0)
+            self._end.wait(TICK)
+
+    def _tick(self) -> None:
+        if self.cluster is None:
+            self._start_cluster()
+        self._reap()
+        missing = self.wanted - len(self.up()) - len(self._expected)
+        if missing > 0:
+            self._start_engines(missing)
+        if self._client is None:
+            self._connect()
+        else:
+            self._greet(self._client)
+
+    def _run(self, coroutine: Coroutine[Any, Any, Any], timeout: float) -> Any:
+        """Run one of the cluster's coroutines in the launchers' loop."""
+        return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result(timeout)
+
+    def _start_cluster(self) -> None:
+        more = Config()
+        more.EngineLauncher.engine_cmd = [sys.executable, "-m", "mmlab.cluster.engine_main"]
+        arguments: dict[str, Any] = {"cluster_id": f"mmlab-{self.config.id}", "delay": 0.0, "config": more}
+        if self.batch:
+            # engines on other hosts: reachable, therefore encrypted; and a queue may take hours
+            arguments |= {"profile": self.config.profile, "controller_ip": "*", "engine_timeout": 2**31 - 1}
+            arguments |= {"controller_args": ["--IPController.enable_curve=True"]}
+        else:
+            arguments |= {"profile": "default", "engines": "local", "controller": "local", "load_profile": False}
+            arguments |= {
+                "send_engines_connection_env": False,
+                "controller_args": ["--IPController.broadcast_scheduler_depth=0"],
+            }
+            more.LocalEngineSetLauncher.delay = 0.0
+
+        async def start() -> ipp.Cluster:
+            cluster = ipp.Cluster(shutdown_atexit=False, log=self.log, parent=None, **arguments)
+            await cluster.start_controller()
+            return cluster
+
+        cluster = self._run(start(), ANSWER)
+        if not self.batch:
+            os.environ[CONNECTION] = str(self._connection_file(cluster, "engine"))
+        self.cluster = cluster
+
+    def _connection_file(self, cluster: ipp.Cluster, side: str) -> Path:
+        return Path(cluster.profile_dir, "security", f"ipcontroller-{cluster.cluster_id}-{side}.json")
+
+    def _start_engines(self, n: int) -> None:
+        assert self.cluster is not None
+        set_id = self._run(self.cluster.start_engines(n), 7 * 24 * 3600.0 if self.batch else ANSWER)
+        engine_set = self.cluster.engines[set_id]
+        job = getattr(engine_set, "job_id", "")
+        if job:
+            self.job_ids.append(str(job))
+        self._expected += [time.monotonic()] * n
+
+    def _connect(self) -> None:
+        """Connect the client as soon as the controller has said where it listens."""
+        assert self.cluster is not None
+        paths = [self._connection_file(self.cluster, side) for side in ("client", "engine")]
+        if all(read_json(path) for path in paths):
+            self._client = ipp.Client(str(paths[0]), timeout=ANSWER)
+            return
+        status = self.cluster.controller.poll()
+        if not inspect.isawaitable(status) and status is not None:
+            raise LabError(
+                f"the controller ended while it started ({status}): {self.cluster.controller.get_output()[-2000:]}"
+            )
+
+    def _greet(self, client: ipp.Client) -> None:
+        """Ask who registered; those that answer are up."""
+        ids = set(client.ids)
+        known = {engine.id for engine in self._up}
+        for identity in ids - known - set(self._greeted) - self._gone:
+            self._greeted[identity] = (client[identity].apply_async(call, "hello"), time.monotonic())
+        for identity, (result, asked) in list(self._greeted.items()):
+            if result.ready():
+                del self._greeted[identity]
+                who = result.get(0)
+                engine = EngineInfo(identity, who["pid"], who["started"], who["host"], who["host"] == self.host)
+                client[identity].apply_async(call, "warm", self.config.worker)
+                with self._lock:
+                    self._up.append(engine)
+                if self._expected:
+                    self._expected.pop(0)
+                self.problem = ""
+            elif time.monotonic() - asked > ANSWER:
+                del self._greeted[identity]
+                self._gone.add(identity)
+        self._gone |= {engine.id for engine in self._up if not engine.local} - ids
+
+    def _reap(self) -> None:
+        """Forget engines that ended, tell the controller, and give up on local ones that never came."""
+        for engine in [engine for engine in self._up if self.lost(engine)]:
+            with self._lock:
+                self._up.remove(engine)
+            self._gone.add(engine.id)
+            self.log.warning("engine %s (pid %s on %s) ended", engine.id, engine.pid, engine.host)
+            if engine.local and self._client is not None and engine.id in self._client.ids:
+                self._unregister(engine.id)
+        if not self.batch and self._expected and time.monotonic() - self._expected[0] > self.config.start_timeout:
+            self._expected.clear()
+            raise LabError(f"engines did not start within {self.config.start_timeout:g} s; see {self._engine_logs()}")
+
+    def _unregister(self, identity: int) -> None:
+        """Tell the controller that an engine left, as a nanny would; else 30 s of missed heartbeats pass."""
+        assert self.cluster is not None
+        assert self._client is not None
+        info = json.loads(self._connection_file(self.cluster, "engine").read_bytes())
+        socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.DEALER)
+        socket.LINGER = 1000
+        with contextlib.closing(socket):
+            connect(socket, f"{info['interface']}:{info['registration']}")
+            self._client.session.send(socket, "unregistration_request", content={"id": identity})
+
+    def _engine_logs(self) -> str:
+        cluster = self.cluster
+        return f"{cluster.profile_dir}/log/ipengine-{cluster.cluster_id}-*.log" if cluster else "the keeper's log"
+
+    def _explain(self, error: Exception) -> str:
+        if isinstance(error, LabError):
+            return str(error)
+        if isinstance(error, FileNotFoundError):
+            return f"{error.filename or error} was not found: is the batch system's command on PATH?"
+        return f"{type(error).__name__}: {error}"
+
+    def stop(self, timeout: float) -> None:
+        """End what runs elsewhere (batch jobs); local processes are ended by their keeper, by pid."""
+        self._end.set()
+        if self.cluster is None or not self.batch:
+            return
+        with contextlib.suppress(Exception):  # the jobs may have ended by themselves
+            self._run(self.cluster.stop_engines(), timeout)
+        with contextlib.suppress(Exception):
+            self._run(self.cluster.stop_controller(), timeout)

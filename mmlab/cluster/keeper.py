@@ -1,0 +1,207 @@
+"""The keeper: one process a lab, which owns its engines, starts runs on them, and leaves nothing behind when it ends.
+
+Kernels, scripts and the command line only read its files and leave requests, so none of them can hang with the
+controller, and runs live on when they end.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import shutil
+import signal
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+from mmlab.cluster.engine_main import KEEPER
+from mmlab.cluster.engines import Engines
+from mmlab.cluster.launching import ActiveRun, Stopped, launch, take_over, watch
+from mmlab.cluster.processes import MARK, end_all
+from mmlab.cluster.registry import (
+    LabConfig,
+    LabPaths,
+    live_clients,
+    remove_files,
+    take_requests,
+    this_process,
+    write_private,
+)
+from mmlab.errors import MmlabError
+from mmlab.messages.files import process_alive, read_json
+
+TICK = 0.1
+"""Seconds between looks at requests, engines and runs: a lost engine is noticed within one."""
+CLOSE = 10.0
+"""Seconds that batch jobs get to be cancelled."""
+
+
+class Keeper:
+    """Runs one lab until it is closed, idle for too long, or its owner ends."""
+
+    def __init__(self, paths: LabPaths, config: LabConfig, log: logging.Logger) -> None:
+        self.paths = paths
+        self.config = config
+        self.log = log
+        self.me = this_process()
+        self.closing = threading.Event()
+        self.reason = ""
+        self.engines = Engines(config, self.me["host"], log)
+        self.runs: list[ActiveRun] = []
+        self._pending: list[ActiveRun] = []
+        self._wake = threading.Condition()
+        self._written: dict[str, Any] = {}
+        self._busy_at = time.monotonic()
+        threading.Thread(target=self._launch_runs, name="mmlab-launch", daemon=True).start()
+
+    def serve(self) -> None:
+        """Tick until the lab is to end; then end everything that it started."""
+        try:
+            self._write("starting")
+            while not self.closing.is_set():
+                for request in take_requests(self.paths):
+                    self._obey(request)
+                for run in self.runs:
+                    if not run.ended:
+                        watch(run, self.engines)
+                self._write(self._state())
+                self._check_end()
+                self.closing.wait(TICK)
+        except Exception:
+            self.log.exception("keeper")
+            self.reason = "the keeper failed"
+        finally:
+            self._finish()
+
+    def _obey(self, request: dict[str, Any]) -> None:
+        self.log.info("request %s", request)
+        if request["verb"] == "close":
+            self._close("closed")
+        elif request["verb"] == "engines":
+            self.engines.ensure(int(request["n"]))
+        elif request["verb"] == "launch":
+            try:
+                run = take_over(request)
+            except (MmlabError, OSError):
+                self.log.exception("launch")
+                return
+            with self._wake:
+                self.runs.append(run)
+                self._pending.append(run)
+                self._wake.notify()
+
+    def _launch_runs(self) -> None:
+        """The thread that starts runs, one after the other: it may wait for engines."""
+        while True:
+            with self._wake:
+                while not self._pending:
+                    self._wake.wait()
+                run = self._pending.pop(0)
+            try:
+                launch(run, self.engines, self.closing.is_set)
+            except Stopped:
+                run.emit("state", state="stopped", reason="stopped before it started")
+            except Exception as error:
+                self.log.exception("launch of %s", run.paths.root)
+                text = str(error) if isinstance(error, MmlabError) else f"{type(error).__name__}: {error}"
+                run.emit("state", state="failed", reason=text)
+            run.read()
+
+    def _state(self) -> str:
+        up = len(self.engines.up())
+        if up >= self.engines.wanted:
+            return "ready"
+        if self.engines.problem:
+            return "failed"
+        return "queued" if self.engines.batch and not up else "starting"
+
+    def _write(self, state: str) -> None:
+        """Write `lab.json` when it would say something new."""
+        up = self.engines.up()
+        cluster = self.engines.cluster
+        found = {
+            "id": self.config.id,
+            "state": state,
+            "engines": self.engines.wanted,
+            "ready": len(up),
+            "reason": self.reason or self.engines.problem,
+            "job": ", ".join(self.engines.job_ids),
+            "keeper": self.me,
+            "profile": self.config.profile,
+            "profile_dir": cluster.profile_dir if cluster else None,
+            "cluster_id": cluster.cluster_id if cluster else None,
+            "cluster_file": cluster.cluster_file if cluster else None,
+            "up": [{"engine": e.id, "pid": e.pid, "host": e.host} for e in up],
+            "runs": [str(run.paths.root) for run in self.runs],
+            "processes": [record.to_json() for record in self.engines.processes()],
+            "cancel": self.engines.cancel_commands(),
+        }
+        if found != self._written:
+            write_private(self.paths.state, found)
+            self._written = found
+
+    def _check_end(self) -> None:
+        owner = self.config.owner
+        if owner is not None:
+            if not process_alive(int(owner["pid"]), owner["started"]):
+                self._close("its process ended")
+            return
+        now = time.monotonic()
+        if any(not run.ended for run in self.runs) or live_clients(self.paths):
+            self._busy_at = now
+        elif now - self._busy_at > self.config.idle_timeout:
+            self._close(f"idle for {self.config.idle_timeout:g} s")
+
+    def _close(self, reason: str) -> None:
+        self.log.info("closing: %s", reason)
+        self.reason = reason
+        self.closing.set()
+
+    def _finish(self) -> None:
+        """Mark runs that are cut short, end every process, remove every file."""
+        for run in self.runs:
+            run.read()
+            if not run.ended:
+                state = "stopped" if self.reason in ("closed", "its process ended") else "failed"
+                run.emit("state", state=state, reason=f"the lab ended: {self.reason}")
+        self.engines.stop(CLOSE)
+        left = end_all(self.engines.processes(), self.config.id)
+        if left:
+            self.log.error("could not end %s", left)
+        cluster = self.engines.cluster
+        if cluster is not None:
+            remove_files(cluster.profile_dir, cluster.cluster_id)
+        shutil.rmtree(self.paths.root, ignore_errors=True)
+        os._exit(0)  # threads that wait for a stopped controller would keep the process
+
+
+def _environment(config: LabConfig, me: dict[str, Any]) -> None:
+    """What engines inherit: who keeps them, whose they are, and no more threads than cores between them."""
+    threads = str(max(1, (os.cpu_count() or 1) // max(1, config.engines)))
+    for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
+        os.environ[name] = threads
+    os.environ[KEEPER] = json.dumps(me)
+    os.environ[MARK] = config.id
+
+
+def main() -> None:
+    """Argument: the lab's folder, with `config.json` in it."""
+    paths = LabPaths(Path(sys.argv[1]))
+    found = read_json(paths.config)
+    if found is None:
+        sys.exit(f"no lab in {paths.root}")
+    config = LabConfig(**found)
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s")
+    log = logging.getLogger("mmlab.keeper")
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    _environment(config, this_process())
+    keeper = Keeper(paths, config, log)
+    signal.signal(signal.SIGTERM, lambda *_: keeper._close("closed"))
+    keeper.serve()
+
+
+if __name__ == "__main__":
+    main()

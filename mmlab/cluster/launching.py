@@ -1,0 +1,201 @@
+"""Starting a generation of a run on the engines, and noticing when it loses one."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from mmlab.cluster.engines import ANSWER, EngineInfo, Engines
+from mmlab.cluster.registry import this_process
+from mmlab.errors import LabError
+from mmlab.messages import (
+    Ack,
+    EventLog,
+    Failure,
+    Inbox,
+    RunPaths,
+    claim_report,
+    read_beacons,
+    read_events,
+    read_failures,
+    read_json,
+    write_failure,
+    write_json,
+)
+
+ENDED = ("failed", "finished", "stopped")
+"""States in which a run no longer computes."""
+SURVIVORS = 1.0
+"""Seconds that a surviving rank has to report a failure before the keeper does."""
+IMPORTS = 180.0
+"""Seconds in which an engine imports torch and opens the store, on a machine with other work too."""
+FREE = 15.0
+"""Seconds in which engines must be free of the run before; then they are replaced."""
+
+
+@dataclass
+class ActiveRun:
+    """A run in this lab's care: its folder, generation, and the engine of each rank once it has started."""
+
+    paths: RunPaths
+    generation: int
+    restore: str | None
+    world: int
+    engines: list[EngineInfo] = field(default_factory=list)
+    state: str = "queued"
+    offset: int = 0
+    lineage: str = ""
+    step: int = 0
+    noticed: float = 0.0
+
+    def emit(self, kind: str, **fields: Any) -> None:
+        """Append an event in the name of the lab."""
+        log = EventLog(self.paths.events, self.lineage)
+        log.emit(kind, step=self.step, **fields)
+        log.close()
+
+    def read(self) -> None:
+        """Take in the events that came since the last look."""
+        events, self.offset = read_events(self.paths.events, self.offset)
+        for event in events:
+            self.lineage = event.get("lineage") or self.lineage
+            self.step = event.get("step", self.step)
+            if event["kind"] == "state":
+                self.state = event["state"]
+
+    @property
+    def ended(self) -> bool:
+        """Whether this generation is over."""
+        return self.state in ENDED
+
+
+def take_over(request: dict[str, Any]) -> ActiveRun:
+    """The run that a request asks to launch, with its generation counted up and the keeper written into `run.json`."""
+    paths = RunPaths(Path(request["run_dir"]))
+    info = read_json(paths.run)
+    if info is None:
+        raise LabError(f"{paths.root} holds no run.json")
+    run = ActiveRun(paths, int(info["generation"]) + 1, request.get("restore"), int(info["world_size"]))
+    run.read()
+    run.state = "queued"
+    write_json(paths.run, info | {"generation": run.generation, "keeper": this_process(), "engines": []})
+    return run
+
+
+class Stopped(Exception):
+    """The run was stopped before it started."""
+
+
+def launch(run: ActiveRun, engines: Engines, closing: Callable[[], bool]) -> None:
+    """Start a run on the engines; waits for engines that are lacking, or busy with the run before.
+
+    LabError when they cannot be had; Stopped when the run is stopped, or the lab closed, while it waits.
+    """
+    engines.ensure(run.world)
+    run.emit("state", state="starting", reason=f"waiting for {run.world} engines")
+
+    def check() -> None:
+        if closing() or stop_requested(run):
+            raise Stopped
+
+    team = _gather(run, engines, check)
+    info = read_json(run.paths.run) or {}
+    (store,) = engines.call(team[:1], "open_store", [("" if engines.batch else "127.0.0.1",)], IMPORTS)
+    check()
+    jobs = [
+        {
+            "run_dir": str(run.paths.root),
+            "rank": rank,
+            "world_size": run.world,
+            "store_host": store[0],
+            "store_port": store[1],
+            "generation": run.generation,
+            "restore": run.restore,
+        }
+        for rank in range(run.world)
+    ]
+    write_json(run.paths.run, info | {"engines": [engine.id for engine in team], "hosts": [e.host for e in team]})
+    run.engines = team
+    engines.call(team, "start", [(job, engines.config.worker) for job in jobs], ANSWER)
+
+
+def _gather(run: ActiveRun, engines: Engines, check: Callable[[], None]) -> list[EngineInfo]:
+    """As many free engines as the run has ranks: in order of hosts, so that neighbouring ranks share one."""
+    since: float | None = None
+    while True:
+        check()
+        up = engines.up()
+        if len(up) < run.world:
+            if engines.problem:
+                raise LabError(engines.problem)
+            time.sleep(0.05)
+            continue
+        hosts = list(dict.fromkeys(engine.host for engine in up))
+        team = sorted(up, key=lambda engine: hosts.index(engine.host))[: run.world]
+        states = engines.call(team, "state", [()] * len(team), ANSWER)
+        busy = [engine for engine, state in zip(team, states, strict=True) if state["busy"]]
+        if not busy:
+            return team
+        since = since or time.monotonic()
+        if time.monotonic() - since > FREE:
+            _replace(engines, busy)
+            since = None
+        time.sleep(0.1)
+
+
+def _replace(engines: Engines, busy: list[EngineInfo]) -> None:
+    """End engines whose training thread does not come back; new ones take their place."""
+    for engine in busy:
+        try:
+            engines.call([engine], "end", [()], 10.0)
+        except LabError:
+            continue  # it ended: no answer is the answer
+
+
+def stop_requested(run: ActiveRun) -> bool:
+    """Whether a stop waits in the run's inbox; only for runs that have not started, whose rank 0 would read it."""
+    inbox = Inbox(run.paths.control)
+    for command in inbox.pending():
+        if command.verb == "stop":
+            inbox.answer(Ack(command.id, True, run.step, [], "stopped before it started", time.time()))
+            return True
+    return False
+
+
+def watch(run: ActiveRun, engines: Engines) -> None:
+    """One look at a started run: take in its events, and write down the loss of an engine at once."""
+    run.read()
+    if run.ended or not run.engines:
+        return
+    for rank, engine in enumerate(run.engines):
+        if engines.lost(engine):
+            _write_lost(run, rank, engine)
+    failures = read_failures(run.paths.failures, run.generation)
+    if not failures:
+        return
+    run.noticed = run.noticed or time.monotonic()
+    if time.monotonic() - run.noticed < SURVIVORS:
+        return
+    first = failures[0]
+    if claim_report(run.paths.failures, run.generation) or time.monotonic() - run.noticed > 3 * SURVIVORS:
+        where = {"rank": first.rank, "role": first.role, "phase": first.phase, "log": str(run.paths.log(first.rank))}
+        run.step = first.step
+        run.emit("state", state="failed", reason=first.sentence(), **where)
+        run.state = "failed"
+
+
+def _write_lost(run: ActiveRun, rank: int, engine: EngineInfo) -> None:
+    folder = run.paths.failures / f"generation-{run.generation}"
+    if (folder / f"rank-{rank}.json").exists():
+        return
+    beacons = {b.rank: b for b in read_beacons(run.paths.ranks) if b.generation == run.generation}
+    beacon = beacons.get(rank)
+    if beacon is not None and beacon.done:
+        return  # it had left the run before
+    role = beacon.role if beacon else f"rank {rank}"
+    phase, step = (beacon.phase, beacon.step) if beacon else ("start", 0)
+    message = f"its process (pid {engine.pid} on {engine.host}) ended"
+    write_failure(run.paths.failures, run.generation, Failure(rank, role, phase, step, "lost", message))

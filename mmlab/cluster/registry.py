@@ -1,0 +1,237 @@
+"""Where labs are written down: one private folder each under Jupyter's runtime folder, so any process finds them.
+
+`config.json` what was asked (written by whoever makes the lab), `lab.json` what is (written by the keeper),
+`control/` requests to the keeper, `clients/` a file for each process that uses the lab, `keeper.log`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import os
+import secrets
+import shutil
+import socket
+import subprocess
+import sys
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from jupyter_core.paths import jupyter_runtime_dir
+
+from mmlab.cluster.processes import MARK, Tracked, end_all
+from mmlab.errors import LabError
+from mmlab.messages.files import process_alive, process_started, read_json
+
+BIRTH = 60.0
+"""Seconds after which a lab whose keeper has not written `lab.json` counts as dead."""
+_DETACH = (
+    "import os, sys\n"
+    "if os.fork(): os._exit(0)\n"  # the keeper is nobody's child: no zombie, no ResourceWarning in whoever made the lab
+    "os.execv(sys.executable, [sys.executable, '-m', 'mmlab.cluster.keeper', sys.argv[1]])\n"
+)
+
+
+@dataclass(frozen=True)
+class LabConfig:
+    """What a lab was asked to be.
+
+    `engines` wanted at the start; `profile` an ipyparallel profile, empty for local engines; `owner` the process whose
+    end ends the lab ({"pid", "started"}), None for a lab that outlives it; `idle_timeout` and `start_timeout` in
+    seconds (`start_timeout` holds for local engines, batch queues wait without limit); `worker` the function that
+    trains, "module:name".
+    """
+
+    id: str
+    engines: int
+    profile: str
+    owner: dict[str, float] | None
+    idle_timeout: float
+    start_timeout: float
+    worker: str
+    created: float
+
+
+@dataclass(frozen=True)
+class LabPaths:
+    """The folder of one lab."""
+
+    root: Path
+
+    @property
+    def config(self) -> Path:
+        """What was asked (JSON)."""
+        return self.root / "config.json"
+
+    @property
+    def state(self) -> Path:
+        """What is (JSON), written by the keeper."""
+        return self.root / "lab.json"
+
+    @property
+    def control(self) -> Path:
+        """Requests to the keeper, one JSON file each."""
+        return self.root / "control"
+
+    @property
+    def clients(self) -> Path:
+        """One file for each process that uses the lab."""
+        return self.root / "clients"
+
+    @property
+    def log(self) -> Path:
+        """What the keeper and ipyparallel's launchers say."""
+        return self.root / "keeper.log"
+
+
+def registry() -> Path:
+    """The folder of all labs of this user."""
+    return Path(jupyter_runtime_dir()) / "mmlab" / "labs"
+
+
+def write_private(path: Path, value: Any) -> None:
+    """Write JSON that only this user can read, whole or not at all."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    with os.fdopen(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
+        json.dump(value, file, indent=1)
+    os.replace(temporary, path)
+
+
+def this_process() -> dict[str, Any]:
+    """{"pid", "started", "host"} of this process."""
+    pid = os.getpid()
+    return {"pid": pid, "started": process_started(pid), "host": socket.gethostname()}
+
+
+def start_keeper(config: LabConfig) -> LabPaths:
+    """Write a lab down and start its keeper in a session of its own. LabError when the folder cannot be written."""
+    paths = LabPaths(registry() / config.id)
+    try:
+        for folder in (paths.root, paths.control, paths.clients):
+            folder.mkdir(parents=True, mode=0o700)
+        write_private(paths.config, asdict(config))
+        attach_client(paths)
+        log = os.open(paths.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    except OSError as error:
+        raise LabError(f"a lab cannot be written to {paths.root}: {error.strerror}; set JUPYTER_RUNTIME_DIR") from None
+    try:
+        subprocess.run(
+            [sys.executable, "-I", "-S", "-c", _DETACH, str(paths.root)],
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            env=os.environ | {MARK: config.id},
+            start_new_session=True,
+            check=True,
+            timeout=30,
+        )
+    except (OSError, subprocess.SubprocessError) as error:
+        shutil.rmtree(paths.root, ignore_errors=True)
+        raise LabError(f"the keeper of the lab could not be started: {error}") from None
+    finally:
+        os.close(log)
+    return paths
+
+
+def new_id() -> str:
+    """A short id that no other lab of this user has."""
+    while (registry() / (found := secrets.token_hex(3))).exists():
+        pass
+    return found
+
+
+def attach_client(paths: LabPaths) -> None:
+    """Write down that this process uses the lab, which therefore is not idle."""
+    me = this_process()
+    write_private(paths.clients / f"{me['host']}-{me['pid']}.json", me)
+
+
+def detach_client(paths: LabPaths) -> None:
+    """This process no longer uses the lab."""
+    (paths.clients / f"{socket.gethostname()}-{os.getpid()}.json").unlink(missing_ok=True)
+
+
+def live_clients(paths: LabPaths) -> int:
+    """How many processes of this host use the lab; the files of dead ones are removed."""
+    count = 0
+    for path in paths.clients.glob("*.json"):
+        found = read_json(path)
+        if found and found["host"] == socket.gethostname() and not process_alive(found["pid"], found["started"]):
+            path.unlink(missing_ok=True)
+        else:
+            count += 1
+    return count
+
+
+def ask(paths: LabPaths, verb: str, **arguments: Any) -> None:
+    """Leave a request for the keeper: launch, engines or close."""
+    name = f"{time.time_ns():020d}-{os.getpid()}-{secrets.token_hex(2)}"
+    with contextlib.suppress(FileNotFoundError):  # the lab has ended: whoever asks finds out by its state
+        write_private(paths.control / f"{name}.json", {"verb": verb, **arguments})
+
+
+def take_requests(paths: LabPaths) -> list[dict[str, Any]]:
+    """The requests that wait, oldest first; they are removed."""
+    taken = []
+    for path in sorted(paths.control.glob("*.json")):
+        request = read_json(path)
+        path.unlink(missing_ok=True)
+        if isinstance(request, dict) and "verb" in request:
+            taken.append(request)
+    return taken
+
+
+def alive(paths: LabPaths) -> bool:
+    """Whether a lab's keeper lives, or is about to write down that it does."""
+    state = read_json(paths.state)
+    if state is None:
+        config = read_json(paths.config)
+        return config is not None and time.time() - config["created"] < BIRTH
+    keeper = state["keeper"]
+    if keeper["host"] != socket.gethostname():
+        return True  # a shared home: only its own host can tell
+    return process_alive(keeper["pid"], keeper["started"])
+
+
+def live_labs() -> list[LabPaths]:
+    """Labs that live, oldest first."""
+    folders = [LabPaths(path.parent) for path in registry().glob("*/config.json")]
+    found = [(read_json(paths.config) or {}, paths) for paths in folders if alive(paths)]
+    return [paths for _, paths in sorted(found, key=lambda pair: pair[0].get("created", 0.0))]
+
+
+def clean_leftovers() -> list[str]:
+    """End what labs of this host left behind whose keeper died, and remove their folders; the ids of those labs."""
+    cleaned = []
+    for config in registry().glob("*/config.json"):
+        paths = LabPaths(config.parent)
+        if not alive(paths):
+            remove_remains(paths)
+            cleaned.append(paths.root.name)
+    return cleaned
+
+
+def remove_remains(paths: LabPaths) -> None:
+    """End every process of a lab whose keeper is gone, cancel its batch jobs and remove its files."""
+    state = read_json(paths.state) or {}
+    records = [Tracked(**record) for record in state.get("processes", [])]
+    for command in state.get("cancel", []):
+        with contextlib.suppress(OSError, subprocess.SubprocessError):
+            subprocess.run(command, timeout=30, check=False, capture_output=True)
+    end_all(records, paths.root.name)
+    remove_files(state.get("profile_dir"), state.get("cluster_id"))
+    shutil.rmtree(paths.root, ignore_errors=True)
+
+
+def remove_files(profile_dir: str | None, cluster_id: str | None) -> None:
+    """Remove the connection files and engine logs that a cluster left in its profile."""
+    if not profile_dir or not cluster_id:
+        return
+    for path in itertools.chain(
+        *(Path(profile_dir, folder).glob(f"*{cluster_id}*") for folder in ("security", "log", "pid"))
+    ):
+        with contextlib.suppress(OSError):
+            path.unlink()
