@@ -1,0 +1,216 @@
+"""The data source: from a plan to step manifests, packed text and pixels."""
+
+from __future__ import annotations
+
+import io
+import threading
+from collections import OrderedDict
+from collections.abc import Collection, Sequence
+from typing import Any, Literal
+
+import numpy as np
+import torch
+
+from mmlab.data.decode import Decoded, decode, open_rgb
+from mmlab.data.format import (
+    Turn,
+    build,
+    build_prompt,
+    conversation_pieces,
+    measure,
+    parse_caption,
+    parse_json,
+    prompt_pieces,
+    start_pieces,
+)
+from mmlab.data.index import Progress, open_indexes
+from mmlab.data.lanes import Lanes
+from mmlab.data.manifest import Cursors, ManifestSample, Split, StepManifest
+from mmlab.data.packed import IGNORE, PackedText, TextSequence, pack
+from mmlab.data.shards import ShardFiles
+from mmlab.data.sources import find_shards, find_tokenizer
+from mmlab.data.tokenizer import TextTokenizer
+from mmlab.errors import DataError
+from mmlab.plan.schema import Plan
+
+
+class DataSource:
+    """One split of the plan's data: opens shards, tokenizer and indexes (making what is made on first use).
+
+    DataError, naming the file or the plan's field, when something is missing or does not fit the plan.
+    """
+
+    def __init__(
+        self, plan: Plan, *, split: Literal["train", "held_out"] = "train", progress: Progress | None = None
+    ) -> None:
+        self.split = Split.of(plan)
+        self.shards = find_shards(plan, split, progress)
+        self.tokenizer = TextTokenizer(find_tokenizer(plan, self.shards))
+        self.image_size = plan.model.vision.image_size
+        self.tokens_per_tile = plan.model.vision.tokens_per_tile
+        self.seq_len = plan.data.seq_len
+        self.global_batch = plan.data.global_batch
+        self._check_vocabulary(plan)
+        self.indexes = open_indexes(self.shards, self.tokenizer, progress)
+        self._check_length()
+        self.lanes = Lanes([len(index) for index in self.indexes], plan.data.lanes, plan.data.seed)
+        self.files = ShardFiles(self.shards)
+        self.bad_reasons: OrderedDict[str, str] = OrderedDict()
+        """Why the pictures of a sample (by key) could not be decoded; the latest 1,000."""
+        self._reasons_lock = threading.Lock()
+
+    def _check_vocabulary(self, plan: Plan) -> None:
+        needed, has = self.tokenizer.vocab_size, plan.model.language.vocab_size
+        if needed > has:
+            tp = plan.parallel.tp
+            raise DataError(
+                f"model.language.vocab_size = {has}: the tokenizer {self.tokenizer.path} has {needed} tokens. "
+                f"Set model.language.vocab_size={-(-needed // tp) * tp} or more."
+            )
+
+    def _check_length(self) -> None:
+        if any(len(index.images) for index in self.indexes) and self.tokens_per_tile + 2 > self.seq_len:
+            raise DataError(
+                f"data.seq_len = {self.seq_len}: an image alone has {self.tokens_per_tile} tokens (patches of "
+                f"model.vision.patch_size in model.vision.image_size). Set data.seq_len={self.tokens_per_tile + 64}."
+            )
+
+    @property
+    def vocab_size(self) -> int:
+        """Tokens of the tokenizer; the plan's vocab_size may be larger."""
+        return self.tokenizer.vocab_size
+
+    @property
+    def image_id(self) -> int:
+        """The image placeholder's token."""
+        return self.tokenizer.image_id
+
+    @property
+    def eos_id(self) -> int:
+        """The token that ends an answer."""
+        return self.tokenizer.eos_id
+
+    def __len__(self) -> int:
+        """Samples of one epoch."""
+        return sum(self.lanes.sizes)
+
+    # -- what a step consumes: no pixel and no text is read here
+
+    def start(self) -> Cursors:
+        """The cursors before step 1."""
+        return self.lanes.start()
+
+    def manifest(self, step: int, cursors: Cursors, split: Split | None = None) -> tuple[StepManifest, Cursors]:
+        """What step `step` consumes from `cursors` on, and the cursors after it. Pure; alike on every rank.
+
+        `split` divides the global batch (default: the plan's); it changes neither samples nor order. DataError when
+        the cursors are of another number of lanes.
+        """
+        if len(cursors.positions) != self.lanes.lanes:
+            raise DataError(
+                f"data.lanes = {self.lanes.lanes}: the saved cursors are of {len(cursors.positions)} lanes. "
+                f"Set data.lanes={len(cursors.positions)} to go on from there."
+            )
+        items, after = self.lanes.take(cursors, self.global_batch)
+        samples = []
+        for item in items:
+            index = self.indexes[item.shard]
+            length, targets, tiles = measure(index.segments_of(item.index), self.tokens_per_tile, self.seq_len)
+            key = f"{self.shards[item.shard].name}/{index.keys[item.index]}"
+            samples.append(ManifestSample(key, item.shard, item.index, item.epoch, item.lane, length, targets, tiles))
+        return StepManifest(step, tuple(samples), split or self.split), after
+
+    # -- text
+
+    def turns(self, sample: ManifestSample) -> list[Turn]:
+        """The sample's conversation, read from its shard."""
+        index = self.indexes[sample.shard]
+        is_json, offset, size = index.texts[sample.index].tolist()
+        raw = self.files.read(sample.shard, offset, size)
+        images = len(index.images_of(sample.index))
+        where = f'{self.shards[sample.shard]}: sample "{index.keys[sample.index]}"'
+        parsed = parse_json(raw, images, where) if is_json else (parse_caption(raw.decode(), images, where), False)
+        if parsed is None:
+            raise DataError(f"{where}: changed since its index was made. Start the run again.")
+        return parsed[0]
+
+    def _sequence(self, sample: ManifestSample, masked: bool) -> TextSequence:
+        pieces = conversation_pieces(self.turns(sample), self.tokenizer)
+        sequence = build(pieces, self.image_id, self.tokens_per_tile, self.seq_len)
+        targets = (IGNORE,) * len(sequence.ids) if masked else sequence.targets
+        return TextSequence(sequence.ids, targets, sample.key)
+
+    def text(self, manifest: StepManifest, positions: Sequence[int], bad: Collection[int] = frozenset()) -> PackedText:
+        """The packed text of the samples at `positions`, in that order; targets of `bad` positions are masked."""
+        return pack([self._sequence(manifest.samples[i], i in bad) for i in positions], self.image_id)
+
+    def prompt(self, sample: ManifestSample) -> PackedText:
+        """What generation continues: the sample up to its first answer (T tokens, no targets)."""
+        first = prompt_pieces(self.turns(sample)[0].prompt, self.tokenizer)
+        sequence = build_prompt(start_pieces(self.tokenizer) + first, self.image_id, self.tokens_per_tile)
+        return pack([TextSequence(sequence.ids, sequence.targets, sample.key)], self.image_id)
+
+    # -- pixels
+
+    def pictures(self, sample: ManifestSample) -> list[tuple[int, int, int]]:
+        """(shard, byte offset, bytes) of each picture that the sample, cut to seq_len, still has."""
+        images = self.indexes[sample.shard].images_of(sample.index)[: sample.tiles]
+        return [(sample.shard, int(offset), int(size)) for offset, size in images[:, :2].tolist()]
+
+    def collect(self, sample: ManifestSample, decoded: Sequence[Decoded]) -> tuple[torch.Tensor, bool]:
+        """(pixels float32 [tiles, 3, S, S], whether one is bad) of one sample's decoded pictures.
+
+        Normalised with mean 0.5 and standard deviation 0.5, to -1..1 (SigLIP's). Bad pictures are zeros and their
+        reason is kept in `bad_reasons`.
+        """
+        reasons = [picture.reason for picture in decoded if picture.reason]
+        if reasons:
+            with self._reasons_lock:
+                self.bad_reasons[sample.key] = reasons[0]
+                while len(self.bad_reasons) > 1000:
+                    self.bad_reasons.popitem(last=False)
+        if not decoded:
+            return torch.zeros(0, 3, self.image_size, self.image_size), False
+        stacked = torch.from_numpy(np.stack([picture.pixels for picture in decoded]))
+        pixels = stacked.permute(0, 3, 1, 2).to(torch.float32).div_(127.5).sub_(1.0)
+        for tile, picture in enumerate(decoded):
+            if picture.reason:
+                pixels[tile] = 0.0
+        return pixels.contiguous(), bool(reasons)
+
+    def decode_sample(self, sample: ManifestSample) -> tuple[torch.Tensor, bool]:
+        """Read and decode one sample's pictures here and now: as `collect`."""
+        data = [self.files.read(*where) for where in self.pictures(sample)]
+        return self.collect(sample, [decode(picture, self.image_size) for picture in data])
+
+    def pixels(self, manifest: StepManifest, positions: Sequence[int]) -> tuple[torch.Tensor, set[int]]:
+        """(float32 [N, 3, S, S] of the samples at `positions` in that order, positions with a bad picture)."""
+        tiles, bad = [torch.zeros(0, 3, self.image_size, self.image_size)], set()
+        for position in positions:
+            pixels, is_bad = self.decode_sample(manifest.samples[position])
+            tiles.append(pixels)
+            if is_bad:
+                bad.add(position)
+        return torch.cat(tiles), bad
+
+    def item(self, sample: ManifestSample) -> dict[str, Any]:
+        """A sample for a report: `image` (PNG bytes of its first picture as it is, RGB; None without one or when it
+        cannot be decoded), `prompt` (without image marks), `truth` (the first answer)."""
+        turn = self.turns(sample)[0]
+        image: bytes | None = None
+        for where in self.pictures(sample)[:1]:
+            try:
+                picture = open_rgb(self.files.read(*where), least=512)
+            except DataError:
+                raise
+            except Exception:  # an undecodable picture has no place in a report, its text has
+                continue
+            picture.thumbnail((512, 512))
+            buffer = io.BytesIO()
+            picture.save(buffer, format="PNG")
+            image = buffer.getvalue()
+        return {"image": image, "prompt": turn.prompt.replace("<image>", "").strip(), "truth": turn.answer}
+
+    def close(self) -> None:
+        """Close the shards."""
+        self.files.close()

@@ -1,0 +1,166 @@
+"""Shards: tar files in WebDataset form, found by folder or brace pattern, scanned once and read by offset.
+
+A sample is the members of a tar that share a key (the name up to the first dot of its last part, WebDataset's rule)
+and stand next to each other: pictures (jpg, jpeg, png, webp; several are taken in the order of their names) and text
+(txt or json).
+"""
+
+from __future__ import annotations
+
+import glob
+import os
+import tarfile
+import threading
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from braceexpand import UnbalancedBracesError, braceexpand
+
+from mmlab.errors import DataError
+
+IMAGE_EXTENSIONS = ("jpg", "jpeg", "png", "webp")
+TEXT_EXTENSIONS = ("txt", "json")
+
+
+@dataclass(frozen=True)
+class Member:
+    """A file inside a tar: extension (lower case, after the key), byte offset of its data, size in bytes."""
+
+    extension: str
+    offset: int
+    size: int
+
+
+@dataclass
+class ScannedSample:
+    """The members of one sample."""
+
+    key: str
+    images: list[Member] = field(default_factory=list)
+    texts: dict[str, Member] = field(default_factory=dict)
+
+
+def expand_shards(pattern: str, field_name: str = "data.path") -> list[Path]:
+    """Shards that a folder (all its *.tar, sorted) or a brace / glob pattern names. DataError when there are none.
+
+    `field_name` is the plan's key that is named in the message.
+    """
+    folder = Path(pattern)
+    if folder.is_dir():
+        shards = sorted(folder.glob("*.tar"))
+        if not shards:
+            raise DataError(f'{field_name} = "{pattern}": no *.tar in this folder. Name a folder of WebDataset shards.')
+        return shards
+    try:
+        names = list(braceexpand(pattern))
+    except UnbalancedBracesError as error:
+        raise DataError(f'{field_name} = "{pattern}": {error}. Write it like "train-{{000000..000009}}.tar".') from None
+    shards = []
+    for name in names:
+        found = [Path(p) for p in sorted(glob.glob(name))] if glob.has_magic(name) else [Path(name)]
+        missing = [p for p in found if not p.is_file()]
+        if not found or missing:
+            what = "nothing matches" if not found else f"{missing[0]} does not exist"
+            raise DataError(
+                f'{field_name} = "{pattern}": {what}. Name a folder of *.tar shards, a brace pattern such as '
+                '"shards/train-{000000..000009}.tar", or a built-in set (emoji, shapes).'
+            )
+        shards += found
+    return shards
+
+
+def _key_and_extension(name: str) -> tuple[str, str]:
+    """WebDataset's split of a member's name: key up to the first dot of the last part, extension after it."""
+    folder, _, base = name.rpartition("/")
+    stem, _, extension = base.partition(".")
+    return (f"{folder}/{stem}" if folder else stem), extension.lower()
+
+
+def _members(path: Path) -> Iterator[tuple[str, Member]]:
+    """(key, member) of each file in a tar that can be part of a sample."""
+    with tarfile.open(path, mode="r:") as tar:
+        for info in tar:
+            base = info.name.rpartition("/")[2]
+            if info.isfile() and not base.startswith((".", "__")):
+                key, extension = _key_and_extension(info.name)
+                yield key, Member(extension, info.offset_data, info.size)
+        end = tar.offset  # where the end-of-archive mark has to stand: tarfile also stops where the file just ends
+    with open(path, "rb") as file:
+        file.seek(end)
+        if file.read(512) != bytes(512):
+            raise tarfile.ReadError("the end-of-archive mark is missing")
+
+
+def scan_shard(path: Path) -> list[ScannedSample]:
+    """All samples of a shard, without reading their contents. DataError on a damaged, compressed or empty shard."""
+    samples: list[ScannedSample] = []
+    try:
+        for key, member in _members(path):
+            if not samples or samples[-1].key != key:
+                samples.append(ScannedSample(key))
+            kind = member.extension.rpartition(".")[2]
+            if kind in IMAGE_EXTENSIONS:
+                samples[-1].images.append(member)
+            elif kind in TEXT_EXTENSIONS:
+                samples[-1].texts.setdefault(kind, member)
+    except tarfile.TarError as error:
+        raise DataError(_damage(path, samples, error)) from None
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read ({error.strerror}).") from None
+    for sample in samples:
+        sample.images.sort(key=lambda member: _natural(member.extension))
+    samples = [sample for sample in samples if sample.images or sample.texts]
+    if not samples:
+        raise DataError(
+            f"{path}: no samples in this shard. It needs pictures (jpg, png, webp) or texts (txt, json) under a "
+            "common key, such as 000001.jpg and 000001.txt; remove the shard if it is empty on purpose."
+        )
+    return samples
+
+
+def _natural(extension: str) -> tuple[int, str]:
+    """Sorts "2.jpg" before "10.jpg"."""
+    number = extension.partition(".")[0]
+    return (int(number) if number.isdigit() else 0), extension
+
+
+def _damage(path: Path, samples: Sequence[ScannedSample], error: tarfile.TarError) -> str:
+    with open(path, "rb") as file:
+        magic = file.read(4)
+    if magic[:2] == b"\x1f\x8b" or magic[:3] == b"BZh" or magic == b"\xfd7zX" or magic == b"\x28\xb5\x2f\xfd":
+        return f"{path}: is compressed, samples are read by their offset. Unpack the shard (for example gunzip) first."
+    if not samples:
+        return f"{path}: is no tar file, or cut short before its first sample ({error}). Make or copy it again."
+    whole = f'the last whole sample is "{samples[-2].key}"' if len(samples) > 1 else "no sample is whole"
+    return f"{path}: is cut short ({error}); {whole}, {len(samples) - 1} in all. Make or copy the shard again."
+
+
+class ShardFiles:
+    """Open shards, read by offset; safe to use from several threads. Not picklable: each process opens its own."""
+
+    def __init__(self, paths: Sequence[Path]) -> None:
+        self.paths = list(paths)
+        self._handles: dict[int, int] = {}
+        self._lock = threading.Lock()
+
+    def read(self, shard: int, offset: int, size: int) -> bytes:
+        """`size` bytes at `offset` of a shard; DataError when the file is gone or shorter than that."""
+        try:
+            with self._lock:
+                handle = self._handles.get(shard)
+                if handle is None:
+                    handle = self._handles[shard] = os.open(self.paths[shard], os.O_RDONLY)
+            data = os.pread(handle, size, offset)
+        except OSError as error:
+            raise DataError(f"{self.paths[shard]}: cannot be read ({error.strerror}).") from None
+        if len(data) < size:
+            raise DataError(f"{self.paths[shard]}: became shorter while in use. Make or copy the shard again.")
+        return data
+
+    def close(self) -> None:
+        """Close all files; a later read opens them again."""
+        with self._lock:
+            for handle in self._handles.values():
+                os.close(handle)
+            self._handles.clear()

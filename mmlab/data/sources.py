@@ -1,0 +1,109 @@
+"""From the plan's words to files: which shards a split has, and which tokenizer reads them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal
+
+from mmlab.data.cache import exclusive, place_beside, write_beside
+from mmlab.data.datasets import BUILT_IN, DESCRIPTION, ensure
+from mmlab.data.index import Progress, read_turns
+from mmlab.data.shards import Member, ShardFiles, expand_shards, scan_shard
+from mmlab.data.tokenizer import train_tokenizer
+from mmlab.errors import DataError
+from mmlab.plan.schema import Plan
+
+_TEXT_FOR_TOKENIZER = 20_000_000
+"""Characters of the shards' text from which a tokenizer is trained where there is none: more change it little."""
+
+
+def _folder(path: str, progress: Progress | None) -> Path | None:
+    """The folder that data.path names: a built-in set's (made on first use) or an existing one."""
+    if path in BUILT_IN and not Path(path).is_dir():
+        return ensure(path, progress)
+    return Path(path) if Path(path).is_dir() else None
+
+
+def _description(folder: Path) -> dict[str, Any] | None:
+    """The dataset.json of a set that mmlab made; None for other folders."""
+    try:
+        value = json.loads((folder / DESCRIPTION).read_bytes())
+        return value if isinstance(value.get("splits"), dict) else None
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, AttributeError) as error:
+        raise DataError(f"{folder / DESCRIPTION}: cannot be read ({error}). Make the set again or remove it.") from None
+
+
+def find_shards(plan: Plan, split: Literal["train", "held_out"], progress: Progress | None = None) -> list[Path]:
+    """Shards of a split, in order. DataError naming the field when there are none."""
+    if split == "held_out" and plan.data.held_out:
+        return expand_shards(plan.data.held_out, "data.held_out")
+    folder = _folder(plan.data.path, progress)
+    description = _description(folder) if folder else None
+    if folder and description:
+        if split not in description["splits"]:
+            raise DataError(f'data.path = "{plan.data.path}": this set has no {split} split. Set data.held_out.')
+        return expand_shards(str(folder / description["splits"][split]))
+    if split == "held_out":
+        raise DataError('data.held_out = "": there are no held-out samples. Name shards, or set train.eval_samples=0.')
+    return expand_shards(plan.data.path)
+
+
+def has_held_out(plan: Plan) -> bool:
+    """Whether the plan's data have held-out samples (an evaluation is possible)."""
+    if plan.data.held_out:
+        return True
+    folder = _folder(plan.data.path, None)
+    description = _description(folder) if folder else None
+    return bool(description and "held_out" in description["splits"])
+
+
+def find_tokenizer(plan: Plan, shards: Sequence[Path]) -> Path:
+    """The tokenizer.json: data.tokenizer, else the one beside the training shards, else one trained on their text."""
+    if plan.data.tokenizer:
+        named = Path(plan.data.tokenizer)
+        path = named / "tokenizer.json" if named.is_dir() else named
+        if not path.is_file():
+            raise DataError(f'data.tokenizer = "{plan.data.tokenizer}": no such file. Name a tokenizer.json.')
+        return path
+    training = find_shards(plan, "train")
+    for beside in (training[0], shards[0]):
+        if (path := beside.parent / "tokenizer.json").is_file():
+            return path
+    return _trained_tokenizer(training, plan.model.language.vocab_size)
+
+
+def _trained_tokenizer(shards: Sequence[Path], vocab_size: int) -> Path:
+    """A tokenizer trained on the shards' own text, stored beside them or in the cache."""
+    places = place_beside(shards[0], f"tokenizer-{vocab_size}.json")
+    with exclusive(places[0]):
+        for place in places:
+            if place.is_file():
+                return place
+        return write_beside(places, train_tokenizer(_texts(shards), vocab_size))
+
+
+def _read_member(files: ShardFiles, shard: int, member: Member) -> bytes:
+    return files.read(shard, member.offset, member.size)
+
+
+def _texts(shards: Sequence[Path]) -> Iterator[str]:
+    """Prompts and answers of the shards, until there is enough text."""
+    left = _TEXT_FOR_TOKENIZER
+    files = ShardFiles(shards)
+    try:
+        for number, shard in enumerate(shards):
+            for sample in scan_shard(shard):
+                where = f'{shard}: sample "{sample.key}"'
+                turns, _ = read_turns(partial(_read_member, files, number), sample, where)
+                for turn in turns:
+                    yield from (turn.prompt.replace("<image>", " "), turn.answer)
+                    left -= len(turn.prompt) + len(turn.answer)
+                if left <= 0:
+                    return
+    finally:
+        files.close()
