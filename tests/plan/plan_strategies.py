@@ -1,0 +1,36 @@
+"""Plans at random, small enough to play every schedule."""
+
+from hypothesis import strategies as st
+
+from mmlab.plan import Plan
+
+
+@st.composite
+def plans(draw: st.DrawFn) -> Plan:
+    dp, pp, m = draw(st.integers(1, 3)), draw(st.integers(1, 4)), draw(st.integers(1, 6))
+    return Plan().with_(
+        {
+            "parallel.vision_dp": draw(st.integers(1, 3)),
+            "parallel.dp": dp,
+            "parallel.tp": draw(st.sampled_from((1, 2, 4))),
+            "parallel.pp": pp,
+            "parallel.microbatches": m,
+            "parallel.schedule": draw(st.sampled_from(("gpipe", "1f1b"))),
+            "parallel.projector": draw(st.sampled_from(("vision", "first_stage"))),
+            "data.global_batch": dp * m * draw(st.integers(1, 3)),
+            "model.language.layers": draw(st.integers(pp, 9)),
+            "model.language.tied_embeddings": draw(st.booleans()),
+            "train.vision.frozen": draw(st.booleans()),
+            "train.projector.frozen": draw(st.booleans()),
+            "train.language.frozen": draw(st.booleans()),
+        }
+    )
+
+
+@st.composite
+def placed_plans(draw: st.DrawFn) -> Plan:
+    """Plans on nodes on which their tensor groups, and the encoder beside the first one, fit; cp too."""
+    plan = draw(plans())
+    p = plan.parallel
+    room = draw(st.one_of(st.just(0), st.integers(p.vision_dp + p.tp, p.vision_dp + p.tp + 9)))
+    return plan.with_({"cluster.ranks_per_node": room, "parallel.cp": draw(st.integers(1, 2))})

@@ -1,0 +1,83 @@
+import itertools
+
+import pytest
+from hypothesis import given
+from plan_strategies import placed_plans
+
+from mmlab.plan import Layout, Plan
+
+
+@given(placed_plans())
+def test_every_rank_has_one_place_and_every_place_one_rank(plan):
+    layout, p = Layout(plan), plan.parallel
+    assert layout.world_size == plan.world_size
+    assert [place.rank for place in layout.places] == list(range(plan.world_size))
+    assert [layout.place(rank).vision for rank in layout.vision_ranks] == list(range(p.vision_dp))
+    seen = set()
+    for pp, dp, cp, tp in itertools.product(range(p.pp), range(p.dp), range(p.cp), range(p.tp)):
+        rank = layout.rank_of(pp=pp, dp=dp, cp=cp, tp=tp)
+        place = layout.place(rank)
+        assert (place.role, place.pp, place.dp, place.cp, place.tp) == ("language", pp, dp, cp, tp)
+        assert rank in layout.stage_ranks(pp)
+        seen.add(rank)
+    assert seen == set(range(plan.world_size)) - set(layout.vision_ranks)
+    assert len({place.label for place in layout.places}) == plan.world_size
+
+
+@given(placed_plans())
+def test_groups_partition_the_language_ranks(plan):
+    layout, p = Layout(plan), plan.parallel
+    language = list(range(layout.first, plan.world_size))
+    sizes = ((layout.tp_groups, p.tp), (layout.dp_groups, p.dp), (layout.cp_groups, p.cp), (layout.pipelines, p.pp))
+    for groups, size in sizes:
+        assert sorted(itertools.chain(*groups)) == language
+        assert {len(group) for group in groups} == {size}
+    for axis, groups in (("tp", layout.tp_groups), ("dp", layout.dp_groups), ("pp", layout.pipelines)):
+        for group in groups:
+            assert [getattr(layout.place(rank), axis) for rank in group] == list(range(len(group)))
+    ends = [(layout.place(a).pp, layout.place(b).pp) for a, b in layout.embedding_groups]
+    assert ends == ([(0, p.pp - 1)] * (p.dp * p.cp * p.tp) if p.pp > 1 else [])
+
+
+@given(placed_plans())
+def test_nodes_hold_what_fits_and_never_split_a_tensor_group(plan):
+    layout, room = Layout(plan), plan.cluster.ranks_per_node
+    assert list(itertools.chain(*layout.nodes)) == list(range(plan.world_size))
+    assert all(len(ranks) <= (room or plan.world_size) for ranks in layout.nodes)
+    for group in layout.tp_groups:
+        assert len({layout.place(rank).node for rank in group}) == 1
+    beside = [*layout.vision_ranks, *layout.tp_groups[0]]
+    assert {layout.place(rank).node for rank in beside} == {0}
+
+
+@given(placed_plans())
+def test_every_decoder_layer_lies_on_one_stage(plan):
+    layout = Layout(plan)
+    shares = [layout.layers_of(stage) for stage in range(plan.parallel.pp)]
+    assert list(itertools.chain(*shares)) == list(range(plan.model.language.layers))
+    assert max(map(len, shares)) - min(map(len, shares)) <= 1
+
+
+def test_the_quickstart_is_numbered_as_documented():
+    layout = Plan.preset("quickstart").layout()
+    labels = ["vision 0", "vision 1", "stage 0 tp 0", "stage 0 tp 1", "stage 1 tp 0", "stage 1 tp 1"]
+    assert [place.label for place in layout.places] == labels
+    assert layout.vision_group == [0, 1]
+    assert layout.tp_groups == [[2, 3], [4, 5]]
+    assert layout.pipelines == layout.embedding_groups == [[2, 4], [3, 5]]
+    assert layout.dp_groups == [[2], [3], [4], [5]]
+
+
+def test_a_tensor_group_moves_to_the_next_node():
+    plan = Plan().with_({"parallel.vision_dp": 1, "parallel.tp": 2, "parallel.pp": 3, "cluster.ranks_per_node": 4})
+    assert plan.layout().nodes == [[0, 1, 2], [3, 4, 5, 6]]
+
+
+def test_coordinates_outside_the_grid_are_refused():
+    layout = Plan.preset("quickstart").layout()
+    for bad in ({"pp": 2}, {"pp": 0, "tp": 2}, {"pp": 0, "dp": -1}):
+        with pytest.raises(IndexError):
+            layout.rank_of(**bad)
+    for rank in (-1, 6):
+        with pytest.raises(IndexError):
+            layout.place(rank)
