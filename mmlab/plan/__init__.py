@@ -7,7 +7,16 @@ from mmlab.plan.plan import Plan
 from mmlab.plan.presets import preset_names
 from mmlab.plan.problems import Fix, Problem, Problems
 from mmlab.plan.rules import check_platform
-from mmlab.plan.schedule import Op, Schedule, bubble, build_schedule, measured_timeline, schedule_svg, simulate
+from mmlab.plan.schedule import (
+    Op,
+    Schedule,
+    bubble,
+    build_schedule,
+    measured_svg,
+    measured_timeline,
+    schedule_svg,
+    simulate,
+)
 
 __all__ = [
     "Change",
@@ -26,6 +35,7 @@ __all__ = [
     "check_platform",
     "known_keys",
     "live_keys",
+    "measured_svg",
     "measured_timeline",
     "preset_names",
     "schedule_svg",

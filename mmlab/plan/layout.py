@@ -7,6 +7,7 @@ tp)` behind them. So the ranks of a tensor group are neighbours, and a stage's r
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import product
 from typing import Any, Literal
 
@@ -100,22 +101,22 @@ class Layout:
         sizes = [range(getattr(self.plan.parallel, axis)) for axis in axes]
         return [dict(zip(axes, values, strict=True)) for values in product(*sizes)]
 
-    @property
+    @cached_property
     def tp_groups(self) -> list[list[int]]:
         """Tensor-parallel groups: same stage, replica and cp."""
         return [[self.rank_of(**at, **to) for to in self._grid("tp")] for at in self._grid("pp", "dp", "cp")]
 
-    @property
+    @cached_property
     def cp_groups(self) -> list[list[int]]:
         """Context-parallel groups: same stage, replica and tp."""
         return [[self.rank_of(**at, **to) for to in self._grid("cp")] for at in self._grid("pp", "dp", "tp")]
 
-    @property
+    @cached_property
     def dp_groups(self) -> list[list[int]]:
         """Gradient reduction of the language model: same stage, cp and tp."""
         return [[self.rank_of(**at, **to) for to in self._grid("dp")] for at in self._grid("pp", "cp", "tp")]
 
-    @property
+    @cached_property
     def pipelines(self) -> list[list[int]]:
         """Ranks of each pipeline from first to last stage: same replica, cp and tp."""
         return [[self.rank_of(**at, **to) for to in self._grid("pp")] for at in self._grid("dp", "cp", "tp")]
@@ -125,7 +126,7 @@ class Layout:
         """Gradient reduction of the encoder: all ranks that encode."""
         return list(self.vision_ranks)
 
-    @property
+    @cached_property
     def embedding_groups(self) -> list[list[int]]:
         """First and last stage of each pipeline, which share the embedding table; none with a single stage."""
         return [[pipe[0], pipe[-1]] for pipe in self.pipelines] if self.plan.parallel.pp > 1 else []

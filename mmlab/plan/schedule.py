@@ -8,7 +8,7 @@ in which the first stage finishes them.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -30,6 +30,7 @@ __all__ = [
     "bubble",
     "build_schedule",
     "estimated_costs",
+    "measured_svg",
     "measured_timeline",
     "microbatch_order",
     "needs_backward",
@@ -79,6 +80,18 @@ def rows_to_draw(layout: Layout) -> list[int]:
     return layout.vision_ranks + stages
 
 
+def _labels(layout: Layout, rows: Sequence[int]) -> list[str]:
+    return [f"rank {rank} · {layout.place(rank).label}" for rank in rows]
+
+
+def measured_svg(plan: Plan, traces: Sequence[Mapping[str, Any]], title: str) -> str:
+    """A traced step as a Gantt chart in seconds, rows as in the planned one. `traces` holds one record for each rank,
+    in rank order, as `measured_timeline` takes them."""
+    layout = Layout(plan)
+    timeline, rows = measured_timeline(traces), rows_to_draw(layout)
+    return schedule_svg([timeline[rank] for rank in rows], title, _labels(layout, rows), unit="s")
+
+
 @dataclass(frozen=True)
 class Schedule:
     """The ops of one step: `ops[rank]` in the order of execution. Shows as a picture of the step as planned."""
@@ -103,7 +116,7 @@ class Schedule:
             f"; {len(rows)} of {layout.world_size} ranks, the others do the same" if len(rows) < len(timeline) else ""
         )
         title = f"{self.plan.name}: {p.schedule}, {p.microbatches} microbatches, as planned{rest}"
-        return [timeline[rank] for rank in rows], [f"rank {rank} · {layout.place(rank).label}" for rank in rows], title
+        return [timeline[rank] for rank in rows], _labels(layout, rows), title
 
     def svg(self) -> str:
         """The step as planned: a Gantt chart, in units of one mean forward of a stage."""

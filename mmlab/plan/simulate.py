@@ -53,6 +53,11 @@ class _Player:
     sent: dict[tuple[str, int, int, int], float] = field(default_factory=dict)
     met: dict[tuple[str, int, int], dict[int, float]] = field(default_factory=dict)
     timeline: Timeline = field(default_factory=list)
+    groups: dict[tuple[int, str], list[int]] = field(init=False)
+
+    def __post_init__(self) -> None:
+        kinds = {(rank, op.kind) for rank, ops in enumerate(self.ops) for op in ops}
+        self.groups = {(rank, kind): self.group(rank, kind) for rank, kind in kinds}
 
     def cost(self, rank: int, kind: str) -> float:
         by_rank: Mapping[object, float] = self.costs  # type: ignore[assignment]
@@ -94,10 +99,6 @@ class _Player:
         arrivals = [self.sent.get(source) for source in self.sources(rank, op)]
         known = [time for time in arrivals if time is not None]
         return max([now, *known]) if len(known) == len(arrivals) else None
-
-    def __post_init__(self) -> None:
-        kinds = {(rank, op.kind) for rank, ops in enumerate(self.ops) for op in ops}
-        self.groups = {(rank, kind): self.group(rank, kind) for rank, kind in kinds}
 
     def advance(self, rank: int) -> bool:
         """Run a rank's next op if it can start."""

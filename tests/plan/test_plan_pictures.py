@@ -3,7 +3,7 @@ from xml.etree import ElementTree
 import pytest
 
 from mmlab.models.sharding import parameter_shapes, tp_dim
-from mmlab.plan import Layout, Op, Plan, preset_names, schedule_svg
+from mmlab.plan import Layout, Op, Plan, measured_svg, preset_names, schedule_svg
 from mmlab.plan.ops import Timed
 from mmlab.plan.picture import schedule_text
 from mmlab.plan.placement import amount
@@ -114,3 +114,12 @@ def test_amounts_have_three_digits():
 def test_tables():
     assert text_table(["a", "bb"], [["1", "2\n3"], ["44", ""]]) == "a   bb\n--  --\n1   2\n    3\n44"
     assert "&lt;b&gt;<br>c" in html_table(["a"], [["<b>\nc"]])
+
+
+def test_a_traced_step_is_drawn_in_seconds_with_the_planned_rows():
+    plan = Plan.preset("laptop")
+    timeline = plan.schedule().simulate()
+    ops = [[[t.op.kind, t.op.microbatch, t.start / 50, t.end / 50] for t in row] for row in timeline]
+    shown = texts(measured_svg(plan, [{"step": 40, "t0": 1000.0, "ops": row} for row in ops], "step 40, as measured"))
+    assert {"step 40, as measured", "time in s", "rank 0 · vision 0", "rank 2 · stage 1 tp 0"} <= set(shown)
+    assert any(text.startswith(f"bubble {plan.schedule().bubble():.0%}") for text in shown)
