@@ -73,15 +73,18 @@ def list_labs() -> None:
     """List the live labs of this user."""
     from rich.table import Table
 
-    from mmlab.lab import live_labs
+    from mmlab.lab import Lab
 
-    found = live_labs()
+    found = Lab.list()
     if not found:
         console().print("no live labs")
         return
-    table = Table("lab", "state", "engines", "run", "folder", box=None)
-    for status in found:
-        table.add_row(*(str(status.get(key) or "") for key in ("id", "state", "engines", "run", "folder")))
+    table = Table("lab", "state", "engines", "newest run", box=None)
+    for one in found:
+        status = one.status()
+        table.add_row(
+            one.id, status["state"], f"{status['ready']} of {status['engines']}", one.run.id if one.run else ""
+        )
     console().print(table)
 
 
@@ -90,11 +93,11 @@ def close(
     all_: Annotated[bool, typer.Option("--all", help="Close all live labs.")] = False,
 ) -> None:
     """Close a lab: its run stops, its engines end."""
-    from mmlab.lab import Lab, live_labs
+    from mmlab.lab import Lab
 
     if bool(name) == all_:
         raise LabError("name a lab, or give --all; `mmlab labs` lists them")
-    for lab_id in [name] if name else [status["id"] for status in live_labs()]:
+    for lab_id in [name] if name else [one.id for one in Lab.list()]:
         Lab.attach(lab_id).close()
         console().print(f"closed {lab_id}")
 

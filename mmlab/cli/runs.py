@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-import time
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from mmlab.cli.shared import RunArgument, console, find_run, open_run
-from mmlab.errors import LabError, MmlabError
+from mmlab.errors import MmlabError
+
+if TYPE_CHECKING:
+    from mmlab.tracking.sent import Sent
 
 ACK_TIMEOUT = 60.0
 """Seconds to wait for the step boundary that applies a command."""
@@ -89,8 +91,14 @@ def restore(
     run: RunArgument,
     step: Annotated[int | None, typer.Option(help="The step of the checkpoint; default: the newest.")] = None,
 ) -> None:
-    """Go back to a checkpoint of a live run."""
-    _steer(run, "restore", **({} if step is None else {"step": step}))
+    """Go back to a checkpoint; a run that has ended is started again from it, in the lab that made it."""
+    from mmlab.tracking.sent import Sent
+
+    sent = open_run(run).restore(step=step)
+    if isinstance(sent, Sent):
+        _print_ack(sent)
+    else:
+        console().print(f"restore: run {sent.id} starts again")
 
 
 def stop(run: RunArgument) -> None:
@@ -108,17 +116,12 @@ def _value(text: str) -> Any:
         return text
 
 
-def _steer(name: str, verb: str, *arguments: Any, **options: Any) -> None:
+def _steer(name: str, verb: str, *arguments: Any) -> None:
     """Give a run a command and say where it was applied."""
-    from mmlab.messages import RunPaths
+    _print_ack(getattr(open_run(name), verb)(*arguments))
 
-    run = open_run(name)
-    acks = RunPaths(find_run(name)).acks
-    before = {path.name for path in acks.glob("*.json")}
-    getattr(run, verb)(*arguments, **options)
-    ack = _new_ack(acks, verb, before)
-    out = console()
-    if not ack["ok"]:
-        raise LabError(f"{verb} refused: {ack['message']}")
-    note = f" ({ack['message']})" if ack["message"] else ""
-    out.print(f"{verb}: applied after step {ack['step']} on {len(ack['ranks'])} ranks{note}")
+
+def _print_ack(sent: Sent) -> None:
+    ack = sent.wait(ACK_TIMEOUT)
+    note = f" ({ack.message})" if ack.message else ""
+    console().print(f"{sent.verb}: applied after step {ack.step} on {len(ack.ranks)} ranks{note}")

@@ -119,7 +119,7 @@ def _stops_on_interrupt(run: Run) -> Iterator[None]:
 
 
 def _lab_text(status: dict[str, Any]) -> str:
-    return f"engines {status.get('ready', '?')} of {status.get('engines', '?')}"
+    return f"engines: {status['ready']} of {status['engines']} up"
 
 
 def _print_places(results: dict[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""What a run's folder says so far, read a piece at a time: the one source of dashboard, picture, report and progress bar.
+"""What a run's folder says so far, read a piece at a time: for dashboard, picture, report and progress bar.
 
 Memory is bounded whatever the length of the run. A feed belongs to one thread.
 """
@@ -70,11 +70,8 @@ class Feed:
 
     def look(self) -> None:
         """Ask the record for the state that beacons and processes tell (a dead rank writes no event)."""
-        status = self.record.status()
-        self.state = status["state"]
-        self.reason = status.get("reason") or ""
-        self.ranks = status["ranks"]
-        self.step = max(self.step, int(status["step"])) if self.state not in ENDED else self.step
+        present = self.record.present(self.state, self.reason)
+        self.state, self.reason, self.ranks = present["state"], present["reason"], present["ranks"]
 
     @property
     def ended(self) -> bool:
@@ -82,7 +79,7 @@ class Feed:
         return self.state in ENDED
 
     def phases(self) -> list[list[float]]:
-        """Seconds of each phase of `messages.PHASES` for each rank, mean over the last steps; empty without telemetry."""
+        """Seconds of each phase of `messages.PHASES` by rank, mean over the last steps; empty without telemetry."""
         rows = list(self._phases)
         if not rows:
             return []

@@ -1,0 +1,114 @@
+"""Events, numbers and times in words: the same in dashboard, picture, report and terminal."""
+
+from __future__ import annotations
+
+import math
+import time
+from typing import Any
+
+from mmlab.messages import Event
+from mmlab.plan import Plan
+
+
+def number(value: float | None, digits: int = 3) -> str:
+    """A number in few characters: 0.00123, 12.3, 4,510; a dash for none."""
+    if value is None:
+        return "-"
+    if not math.isfinite(value):
+        return str(value)
+    size = abs(value)
+    if size >= 1000:
+        return f"{value:,.0f}"
+    if size == 0 or size >= 1e-3:
+        text = f"{value:.{digits}g}"
+        return text if "e" not in text else f"{value:.0f}"
+    return f"{value:.{digits - 1}e}".replace("e-0", "e-")
+
+
+def duration(seconds: float) -> str:
+    """Seconds as 42 s, 3 min 20 s or 2 h 05 min."""
+    whole = round(seconds)
+    if whole < 60:
+        return f"{whole} s"
+    if whole < 3600:
+        return f"{whole // 60} min {whole % 60:02d} s"
+    return f"{whole // 3600} h {whole % 3600 // 60:02d} min"
+
+
+def plan_text(plan: Plan) -> str:
+    """Layout and batch of a plan in one line."""
+    p = plan.parallel
+    degrees = [f"{name} {getattr(p, name)}" for name in ("vision_dp", "dp", "tp", "pp", "cp") if getattr(p, name) > 1]
+    layout = ", ".join([f"encoder on {p.vision}".replace("_", " "), *degrees])
+    batches = f"{p.microbatches} microbatches ({p.schedule})" if p.microbatches > 1 else "1 microbatch"
+    return f"{plan.name}: {plan.world_size} ranks, {layout}; {plan.data.global_batch} samples a step in {batches}"
+
+
+def clock(event: Event) -> str:
+    """The local time of an event."""
+    return time.strftime("%H:%M:%S", time.localtime(event.get("t", 0.0)))
+
+
+def event_text(event: Event) -> str:
+    """One event in one line."""
+    kind = event.get("kind", "")
+    words = _WORDS.get(kind)
+    return words(event) if words is not None else kind
+
+
+def command_text(verb: str, args: dict[str, Any]) -> str:
+    """A command as a person would give it."""
+    if verb == "set":
+        return "set " + ", ".join(f"{key} = {_value(value)}" for key, value in args.get("values", {}).items())
+    if verb == "step":
+        return f"step {args.get('n', 1)}"
+    if verb == "checkpoint" and args.get("name"):
+        return f"checkpoint {args['name']}"
+    if verb == "restore":
+        name, step = args.get("name"), args.get("step")
+        return f"restore {name}" if name else "restore" if step is None else f"restore step {step}"
+    return verb
+
+
+def _value(value: Any) -> str:
+    return number(value) if isinstance(value, float) else str(value)
+
+
+def _state(event: Event) -> str:
+    reason = event.get("reason")
+    return f"{event.get('state')}: {reason}" if reason else str(event.get("state"))
+
+
+def _lineage(event: Event) -> str:
+    return f"lineage {event.get('id')}" + (f" from step {event.get('parent_step')}" if event.get("parent") else "")
+
+
+def _command(event: Event) -> str:
+    text = command_text(event.get("verb", ""), event.get("args") or {})
+    note = f" ({event['message']})" if event.get("message") else ""
+    if not event.get("ok"):
+        return f"{text}: refused{note}"
+    return f"{text}: applied after step {event.get('step')} on {len(event.get('ranks') or [])} ranks{note}"
+
+
+def _eval(event: Event) -> str:
+    text = f"held-out loss {number(event.get('loss'), 4)}"
+    swapped = event.get("loss_swapped")
+    return text if swapped is None else f"{text}, images swapped {number(swapped, 4)}"
+
+
+def _checkpoint(event: Event) -> str:
+    return f"checkpoint {event.get('name')}, {event.get('bytes', 0) / 1e6:.1f} MB in {event.get('seconds', 0.0):.1f} s"
+
+
+_WORDS = {
+    "state": _state,
+    "lineage": _lineage,
+    "command": _command,
+    "eval": _eval,
+    "checkpoint": _checkpoint,
+    "restore": lambda event: f"restored {event.get('name')} of step {event.get('from_step')}",
+    "samples": lambda event: f"wrote text for {len(event.get('items') or [])} held-out pictures",
+    "bad_image": lambda event: f"image of {event.get('sample')} cannot be decoded: {event.get('reason')}",
+    "warning": lambda event: f"warning: {event.get('message')}",
+}

@@ -1,0 +1,185 @@
+"""A run folder as rank 0 would write it, without training: for tests of what reads runs.
+
+`python synthetic.py FOLDER STEPS` plays a live run there until it ends or is stopped.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+from PIL import Image, ImageDraw
+
+from mmlab.messages import PHASES, Ack, Beacon, EventLog, Inbox, new_command, send
+from mmlab.messages.runs import create_run
+from mmlab.plan import Plan
+
+SHARES = {
+    "vision": {"data": 12, "encode": 30, "backward": 22, "exchange": 25, "reduce": 6, "optimizer": 4},
+    "language": {"exchange": 8, "forward": 28, "backward": 46, "pipeline": 14, "reduce": 7, "optimizer": 5},
+}
+NAMES = ["red apple", "cat face", "blue car", "rocket", "snowman", "green book", "bicycle", "sun"]
+
+
+class SyntheticRun:
+    """Writes a run's files step by step. The losses are an exponential fall with seeded noise."""
+
+    def __init__(self, root: Path, plan: Plan | None = None, name: str = "synthetic") -> None:
+        self.plan = plan or Plan.preset("quickstart")
+        self.paths = create_run(root, name, self.plan.dumps(), self.plan.world_size, self.plan.train.steps)
+        self.events = EventLog(self.paths.events, lineage="a")
+        self.places = self.plan.layout().places
+        self.random = random.Random(7)
+        self.step = 0
+        self.beacons: list[Beacon] = []
+
+    @property
+    def dir(self) -> Path:
+        return self.paths.root
+
+    def start(self) -> None:
+        self.events.emit("state", state="starting", step=0, reason="")
+        self.beacons = [
+            Beacon(self.paths.ranks / f"rank-{place.rank}.beacon", place.rank, place.label, "here", 0)
+            for place in self.places
+        ]
+        self.events.emit("lineage", id="a", parent="", parent_step=0, step=0)
+        ranks = [{"rank": place.rank, "role": place.label} for place in self.places]
+        self.events.emit("state", state="running", step=0, reason="", ranks=ranks)
+
+    def train(self, steps: int) -> None:
+        for _ in range(steps):
+            self.one_step()
+
+    def one_step(self) -> None:
+        self.step += 1
+        loss = 0.9 + 6 * math.exp(-self.step / 40) + self.random.uniform(-0.15, 0.15)
+        seconds = 0.2 + self.random.uniform(0, 0.05)
+        lr = {module: 1e-3 * (1 - self.step / 1000) for module in ("vision", "projector", "language")}
+        norms = {module: 1.0 + self.random.random() for module in lr}
+        self.events.emit(
+            "step", step=self.step, loss=loss, tokens=900, images=16, samples=16, seconds=seconds,
+            tokens_per_s=900 / seconds, images_per_s=16 / seconds, data_wait=0.004, lr=lr, grad_norm=norms,
+            grad_norm_total=math.hypot(*norms.values()), phases=[self._phases(place, seconds) for place in self.places],
+        )  # fmt: skip
+        for beacon in self.beacons:
+            beacon.step = self.step
+            beacon.update("forward", 0)
+
+    def _phases(self, place: Any, seconds: float) -> list[float]:
+        shares = SHARES[place.role]
+        total = sum(shares.values()) + 6
+        spread = [seconds * shares.get(phase, 0) / total * self.random.uniform(0.8, 1.2) for phase in PHASES]
+        spread[PHASES.index("control")] = 0.001
+        return spread
+
+    def trace(self) -> None:
+        """Write the op times of the last step: the planned ones, stretched unevenly."""
+        timeline = self.plan.schedule().simulate()
+        for rank, ops in enumerate(timeline):
+            stretched = [[op.kind, op.microbatch, start * 0.011 + 0.0005 * rank, end * 0.012] for op, start, end in ops]
+            record = {"step": self.step, "t0": 1.7e9 + 0.0003 * rank, "ops": stretched}
+            with open(self.paths.traces / f"rank-{rank}.jsonl", "a", encoding="utf-8") as file:
+                file.write(json.dumps(record) + "\n")
+
+    def evaluate(self, pictures: int = 8) -> None:
+        loss = 0.9 + 6 * math.exp(-self.step / 40)
+        self.events.emit("eval", step=self.step, loss=loss, loss_swapped=1.4 * loss, tokens=800)
+        folder = self.paths.samples / f"step-{self.step:06d}"
+        folder.mkdir(exist_ok=True)
+        items = []
+        for index in range(pictures):
+            image = Image.new("RGBA", (72, 72), (0, 0, 0, 0))
+            draw = ImageDraw.Draw(image)
+            draw.ellipse((8, 8, 64, 64), fill=((index * 57) % 255, (index * 91) % 255, 160, 255))
+            image.save(folder / f"{index}.png")
+            text = NAMES[index] if index % 3 else NAMES[(index + 1) % 8]
+            items.append({"image": f"{index}.png", "prompt": "What is this?", "truth": NAMES[index], "text": text})
+        self.events.emit("samples", step=self.step, folder=str(folder), items=items)
+
+    def state(self, state: str, reason: str = "") -> None:
+        self.events.emit("state", state=state, step=self.step, reason=reason)
+
+    def finish(self, state: str = "finished", reason: str = "") -> None:
+        self.state(state, reason)
+        self.close()
+
+    def close(self) -> None:
+        for beacon in self.beacons:
+            beacon.close()
+
+    def answer(self) -> list[str]:
+        """Apply what waits in the inbox, as at a step boundary; the verbs."""
+        verbs = []
+        inbox = Inbox(self.paths.control)
+        for command in inbox.pending():
+            ranks = list(range(len(self.places)))
+            self.events.emit(
+                "command", id=command.id, verb=command.verb, args=command.args, ok=True, ranks=ranks, message="",
+                step=self.step,
+            )  # fmt: skip
+            inbox.answer(Ack(command.id, True, self.step, ranks, "", time.time()))
+            verbs.append(command.verb)
+        return verbs
+
+    def play(self, interval: float, end: threading.Event) -> None:
+        """Train, and answer commands at each boundary, until told to stop or `end` is set."""
+        paused = False
+        while not end.is_set():
+            for verb in self.answer():
+                if verb == "stop":
+                    self.finish("stopped")
+                    return
+                if verb in ("pause", "resume"):
+                    paused = verb == "pause"
+                    self.state("paused" if paused else "running")
+            if not paused:
+                self.one_step()
+                if self.step % 20 == 0:
+                    self.evaluate()
+            if self.step >= self.plan.train.steps:
+                self.finish()
+                return
+            time.sleep(interval)
+        self.close()
+
+
+class InboxRun:
+    """The verbs of a run by its folder alone."""
+
+    def __init__(self, run_dir: Path) -> None:
+        self.dir = run_dir
+
+    def _send(self, verb: str, **args: Any) -> None:
+        send(self.dir / "control", new_command(verb, args, source="test"))
+
+    def pause(self) -> None:
+        self._send("pause")
+
+    def resume(self) -> None:
+        self._send("resume")
+
+    def stop(self) -> None:
+        self._send("stop")
+
+    def checkpoint(self) -> None:
+        self._send("checkpoint")
+
+    def step(self, n: int = 1) -> None:
+        self._send("step", n=n)
+
+    def set(self, key: str, value: Any) -> None:
+        self._send("set", values={key: value})
+
+
+if __name__ == "__main__":
+    run = SyntheticRun(Path(sys.argv[1]), Plan.preset("quickstart").with_(f"train.steps={sys.argv[2]}"))
+    print(run.dir, flush=True)
+    run.start()
+    run.play(0.1, threading.Event())
