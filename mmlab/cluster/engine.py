@@ -12,7 +12,6 @@ import socket
 import sys
 import threading
 import traceback
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,8 +24,9 @@ if TYPE_CHECKING:
 
 NAME = "mmlab_engine"
 """Name of the engine's object in its user namespace."""
-WORKER = "mmlab.train.worker:run_worker"
-"""The function that trains, as "module:name"; takes a `Job`, returns when the rank has finished or failed."""
+WORKER = "mmlab.train.worker"
+"""The module that trains: its `run_worker(job)` returns when the rank has finished or failed, its `open_store(host)`
+opens the rendezvous store and returns (host, port, store)."""
 
 
 class Engine:
@@ -44,15 +44,12 @@ class Engine:
 
     def warm(self, worker: str = WORKER) -> None:
         """Import what training needs, in a thread, so that the first run does not wait for it."""
-        module = worker.partition(":")[0]
-        threading.Thread(target=importlib.import_module, args=(module,), name="mmlab-warm", daemon=True).start()
+        threading.Thread(target=importlib.import_module, args=(worker,), name="mmlab-warm", daemon=True).start()
 
-    def open_store(self, host_hint: str = "") -> tuple[str, int]:
+    def open_store(self, host_hint: str = "", worker: str = WORKER) -> tuple[str, int]:
         """Open the rendezvous store of a run on rank 0's engine; (host, port) where the other ranks reach it."""
-        from mmlab.train.worker import open_store
-
         self.store = None  # drops the last run's, and frees its port
-        host, port, self.store = open_store(host_hint)
+        host, port, self.store = importlib.import_module(worker).open_store(host_hint)
         return host, port
 
     def start(self, job: dict[str, Any], worker: str = WORKER) -> None:
@@ -73,9 +70,7 @@ class Engine:
 
     def _train(self, job: Job, worker: str, log: RankLog, streams: list[EngineStream]) -> None:
         try:
-            module, _, name = worker.partition(":")
-            run_worker: Callable[[Job], None] = getattr(importlib.import_module(module), name)
-            run_worker(job)
+            importlib.import_module(worker).run_worker(job)
         except BaseException as error:  # the worker reports its own failures; this is what it could not
             message = f"{type(error).__name__}: {error}"
             failure = Failure(job.rank, f"rank {job.rank}", "start", 0, "exception", message, traceback.format_exc())

@@ -73,15 +73,19 @@ class ActiveRun:
 
 
 def take_over(request: dict[str, Any]) -> ActiveRun:
-    """The run that a request asks to launch, with its generation counted up and the keeper written into `run.json`."""
+    """The run that a request asks to launch, with the keeper written into `run.json`; old commands are refused."""
     paths = RunPaths(Path(request["run_dir"]))
     info = read_json(paths.run)
     if info is None:
         raise LabError(f"{paths.root} holds no run.json")
-    run = ActiveRun(paths, int(info["generation"]) + 1, request.get("restore"), int(info["world_size"]))
+    run = ActiveRun(paths, int(request["generation"]), request.get("restore"), int(info["world_size"]))
     run.read()
     run.state = "queued"
     write_json(paths.run, info | {"generation": run.generation, "keeper": this_process(), "engines": []})
+    inbox = Inbox(paths.control)
+    for command in inbox.pending():
+        if command.time < request["time"]:  # meant for a generation that has ended
+            inbox.answer(Ack(command.id, False, run.step, [], "the run had ended", time.time()))
     return run
 
 
@@ -103,7 +107,7 @@ def launch(run: ActiveRun, engines: Engines, closing: Callable[[], bool]) -> Non
 
     team = _gather(run, engines, check)
     info = read_json(run.paths.run) or {}
-    (store,) = engines.call(team[:1], "open_store", [("" if engines.batch else "127.0.0.1",)], IMPORTS)
+    (store,) = engines.call(team[:1], "open_store", [("" if engines.batch else "127.0.0.1", engines.config.worker)], IMPORTS)
     check()
     jobs = [
         {

@@ -41,8 +41,8 @@ class LabConfig:
 
     `engines` wanted at the start; `profile` an ipyparallel profile, empty for local engines; `owner` the process whose
     end ends the lab ({"pid", "started"}), None for a lab that outlives it; `idle_timeout` and `start_timeout` in
-    seconds (`start_timeout` holds for local engines, batch queues wait without limit); `worker` the function that
-    trains, "module:name".
+    seconds (`start_timeout` holds for local engines, batch queues wait without limit); `worker` the module
+    that trains.
     """
 
     id: str
@@ -170,7 +170,7 @@ def ask(paths: LabPaths, verb: str, **arguments: Any) -> None:
     """Leave a request for the keeper: launch, engines or close."""
     name = f"{time.time_ns():020d}-{os.getpid()}-{secrets.token_hex(2)}"
     with contextlib.suppress(FileNotFoundError):  # the lab has ended: whoever asks finds out by its state
-        write_private(paths.control / f"{name}.json", {"verb": verb, **arguments})
+        write_private(paths.control / f"{name}.json", {"verb": verb, "time": time.time(), **arguments})
 
 
 def take_requests(paths: LabPaths) -> list[dict[str, Any]]:
@@ -224,6 +224,20 @@ def remove_remains(paths: LabPaths) -> None:
     end_all(records, paths.root.name)
     remove_files(state.get("profile_dir"), state.get("cluster_id"))
     shutil.rmtree(paths.root, ignore_errors=True)
+
+
+def force_end(paths: LabPaths, info: dict[str, Any]) -> None:
+    """End a lab whose keeper did not do it itself: `info` is what it last wrote. Does nothing when it is gone."""
+    if not paths.root.is_dir() and not info:
+        return
+    keeper = info.get("keeper")
+    records = [Tracked(**record) for record in info.get("processes", [])]
+    if keeper and keeper["host"] == socket.gethostname():
+        records.append(Tracked(keeper["pid"], keeper["started"], "keeper"))
+    if any(record.alive for record in records):
+        end_all(records, paths.root.name)
+    if paths.root.is_dir():
+        remove_remains(paths)
 
 
 def remove_files(profile_dir: str | None, cluster_id: str | None) -> None:

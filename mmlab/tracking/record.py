@@ -90,6 +90,10 @@ class RunRecord:
         by_step = {event["step"]: event for event in kept}
         return [{key: value for key, value in by_step[step].items() if key != "kind"} for step in sorted(by_step)]
 
+    def last_step(self) -> Event | None:
+        """The newest step event, of any lineage; None before the first step."""
+        return next((event for event in reversed(self._events) if event["kind"] == "step"), None)
+
     def status(self) -> dict[str, Any]:
         """The state of the run right now.
 
@@ -134,10 +138,15 @@ class RunRecord:
             if state in LIVE and here and not beacon.done and not process_alive(beacon.pid, beacon.started):
                 message = "its process ended"
                 return Failure(beacon.rank, beacon.role, beacon.phase, beacon.step, "lost", message).sentence()
-        keeper = self.info.get("keeper")
-        if keeper and keeper["host"] == self._host and not process_alive(keeper["pid"], keeper["started"]):
-            return "the lab that was running it has ended"
-        return ""
+        return "the lab that was running it has ended" if self._lab_ended() else ""
+
+    def _lab_ended(self) -> bool:
+        """Whether the run was a lab's (`run.json`: lab {"root", "host"}, keeper) that is gone from this host."""
+        info = self.info
+        keeper, lab = info.get("keeper"), info.get("lab")
+        if keeper and keeper["host"] == self._host:
+            return not process_alive(keeper["pid"], keeper["started"])
+        return lab is not None and lab["host"] == self._host and not Path(lab["root"]).is_dir()
 
     def _rank(self, beacon: BeaconState, info: dict[str, Any], state: str) -> dict[str, Any]:
         here = beacon.host == self._host

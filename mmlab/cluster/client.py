@@ -1,0 +1,63 @@
+"""The user's side of ipyparallel, loaded when asked: whether a profile exists, and the view of a lab's engines."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+from mmlab.errors import LabError
+
+CONNECT = 10.0
+"""Seconds that the controller may take to answer a new client."""
+
+
+def check_profile(profile: str) -> None:
+    """LabError when there is no ipyparallel profile of that name."""
+    if not profile:
+        return
+    from IPython.paths import get_ipython_dir
+
+    folder = Path(get_ipython_dir(), f"profile_{profile}")
+    if not folder.is_dir():
+        known = sorted(path.name.removeprefix("profile_") for path in folder.parent.glob("profile_*"))
+        raise LabError(
+            f"no ipyparallel profile {profile!r} (profiles: {', '.join(known) or 'none'}); make it with "
+            f"`ipython profile create --parallel {profile}` and name the batch system in {folder}/ipcluster_config.py, "
+            'for Slurm: c.Cluster.engine_launcher_class = "slurm"'
+        )
+
+
+class LabView:
+    """Connects once to a lab's controller, and again when the lab has another one."""
+
+    def __init__(self) -> None:
+        self._client: Any = None
+        self._file = ""
+
+    def of(self, info: dict[str, Any], ids: list[int]) -> Any:
+        """The DirectView of these engines, in this order. LabError when the controller does not answer."""
+        if not info.get("cluster_id") or not ids:
+            raise LabError("the engines are not up yet; lab.wait() waits for them")
+        file = os.path.join(info["profile_dir"], "security", f"ipcontroller-{info['cluster_id']}-client.json")
+        import ipyparallel as ipp
+
+        if self._client is None or self._file != file:
+            self.close()
+            try:
+                self._client = ipp.Client(file, timeout=CONNECT)
+            except (OSError, TimeoutError, ipp.error.TimeoutError) as error:
+                raise LabError(
+                    f"the controller does not answer ({error or type(error).__name__}); steering works without it"
+                ) from None
+            self._file = file
+        gone = set(ids) - set(self._client.ids)
+        if gone:
+            raise LabError(f"engines {sorted(gone)} are gone; lab.status() shows whether new ones are up")
+        return self._client.direct_view(list(ids))
+
+    def close(self) -> None:
+        """Disconnect."""
+        if self._client is not None:
+            self._client.close()
+            self._client = None

@@ -1,0 +1,452 @@
+"""`Lab` and `Run`: the one set of verbs. Everything here reads files and leaves requests; nothing computes.
+
+One exception to the layers: a run shows itself through `mmlab.ui`, which lies above, so that module is loaded by name
+when a run is first shown (`Run.snapshot`, `_teach_shell`). Static imports still point down only.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import importlib
+import sys
+import time
+from collections.abc import Generator, Iterator, Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Literal, overload
+
+from mmlab.cluster import registry
+from mmlab.cluster.client import LabView, check_profile
+from mmlab.cluster.registry import LabConfig, LabPaths
+from mmlab.errors import CheckpointError, LabError, MmlabError, RunFailed
+from mmlab.messages import EventLog, new_command, read_json, send, write_json
+from mmlab.messages.runs import create_run, runs_root
+from mmlab.plan import Plan, set_live
+from mmlab.plan.schema import ClusterConfig
+from mmlab.tracking.progress import current_shell, in_kernel, progress_bar, report_unseen
+from mmlab.tracking.record import ENDED, RunRecord, list_runs
+from mmlab.tracking.sent import Sent, WaitInterrupted, WaitTimeout
+
+POLL = 0.1
+"""Seconds between looks at a run that is waited for."""
+WORKER = "mmlab.train.worker"
+"""The module that trains (see `mmlab.cluster.engine`)."""
+ENGINES = 6
+"""Engines of a lab that is not told how many: the quickstart plan's."""
+CLOSE = 30.0
+"""Seconds that a lab gets to end by itself."""
+STOP = 30.0
+"""Seconds that an unfinished run gets to stop when a `with` block ends."""
+
+
+class Run:
+    """A run: looks at it and steers it, live or not, from any process that sees its folder."""
+
+    def __init__(self, run_dir: str | Path, lab: Lab | None = None) -> None:
+        self._record = RunRecord(run_dir)
+        self._lab = lab
+        self._seen_failed = False
+
+    @classmethod
+    def open(cls, run: str | Path) -> Run:
+        """A run by its folder, or by its name among the runs of MMLAB_RUNS (else ./runs) and of live labs."""
+        path = Path(run)
+        known = [Path(folder) for lab in Lab.live() for folder in lab.info().get("runs", [])]
+        candidates = [path, runs_root() / path, *(folder for folder in known if folder.name == path.name)]
+        for candidate in candidates:
+            if (candidate / "run.json").is_file():
+                made = cls(candidate)
+                _teach_shell()
+                return made
+        raise MmlabError(f"no run {run}: neither a run's folder nor a name in {runs_root()}; `mmlab runs` lists them")
+
+    # looking
+
+    @property
+    def dir(self) -> Path:
+        """The folder of the run."""
+        return self._record.paths.root
+
+    @property
+    def id(self) -> str:
+        """The name of the run: its folder's."""
+        return self._record.id
+
+    @property
+    def plan(self) -> Plan:
+        """The plan that the run was started with."""
+        return self._record.plan
+
+    def status(self) -> dict[str, Any]:
+        """{"state", "step", "steps", "reason", "ranks": [{"rank", "role", "engine", "pid", "host", "alive"}], ...}.
+
+        `state` is queued, starting, running, paused, failed, finished or stopped.
+        """
+        status = self._record.status()
+        self._seen_failed |= status["state"] == "failed"
+        return status
+
+    def events(self) -> list[dict[str, Any]]:
+        """All events of the run, oldest first."""
+        return self._record.events()
+
+    def metrics(self) -> list[dict[str, Any]]:
+        """One dict a step of the current lineage: "step", "loss", "lr" {module: x}, "grad_norm", "tokens_per_s", ..."""
+        return self._record.metrics()
+
+    def checkpoints(self) -> list[dict[str, Any]]:
+        """Complete checkpoints by step: "name", "step", "lineage", "time", "loss", "bytes", "path"."""
+        return self._record.checkpoints()
+
+    @overload
+    def log(self, rank: int, follow: Literal[False] = False, lines: int | None = None) -> str: ...
+
+    @overload
+    def log(self, rank: int, follow: Literal[True]) -> Iterator[str]: ...
+
+    def log(self, rank: int, follow: bool = False, lines: int | None = None) -> str | Iterator[str]:
+        """What a rank printed; with `follow`, an iterator over its lines as they come, until the run has ended."""
+        return self._record.follow_log(rank) if follow else self._record.log(rank, lines)
+
+    def snapshot(self) -> Any:
+        """A still picture of the run: shows as an image in a notebook, as text elsewhere."""
+        return importlib.import_module("mmlab.ui.snapshot").snapshot(self)
+
+    def __repr__(self) -> str:
+        status = self.status()
+        reason = f": {status['reason']}" if status["reason"] else ""
+        return f"<Run {self.id}: {status['state']}, step {status['step']} of {status['steps']}{reason}>"
+
+    # steering
+
+    def pause(self) -> Sent:
+        """Pause after the step under way."""
+        return self._send("pause")
+
+    def resume(self) -> Sent:
+        """Go on."""
+        return self._send("resume")
+
+    def step(self, n: int = 1) -> Sent:
+        """Run n steps, then pause."""
+        if n < 1:
+            raise MmlabError(f"step takes a number of steps of at least 1, not {n}")
+        return self._send("step", n=int(n))
+
+    def stop(self) -> Sent:
+        """End the run at the next step boundary; checkpoints stay."""
+        return self._send("stop")
+
+    def set(self, key: str | Mapping[str, Any], value: Any = None) -> Sent:
+        """Change fields of the plan while the run goes on: a dotted key and its value, or a dict of them.
+
+        PlanError on a key that cannot change during a run (lists those that can), or a value that it does not admit.
+        """
+        values = {key: value} if isinstance(key, str) else dict(key)
+        set_live(self.plan, values)
+        return self._send("set", values=values)
+
+    def checkpoint(self, name: str = "") -> Sent:
+        """Save at the next step boundary; kept until it is deleted by hand."""
+        return self._send("checkpoint", **({"name": name} if name else {}))
+
+    def restore(self, step: int | None = None, name: str = "", lab: Lab | None = None) -> Sent | Run:
+        """Go back to a checkpoint, by step or name (default: the last one).
+
+        A live run does so at its next step boundary. A run that has ended is started again from there, on the engines
+        of `lab`, else of the lab it was made with, else of the only live one. CheckpointError when there is none such.
+        """
+        found = self._find_checkpoint(step, name)
+        if self.status()["state"] not in ENDED:
+            return self._send("restore", step=found["step"], name=found["name"])
+        (lab or self._home())._launch(self, restore=found["name"])
+        return self
+
+    def _find_checkpoint(self, step: int | None, name: str) -> dict[str, Any]:
+        known = self.checkpoints()
+        wanted = [c for c in known if (step is None or c["step"] == step) and (not name or c["name"] == name)]
+        if not wanted:
+            names = ", ".join(f"{c['name']} (step {c['step']})" for c in known) or "none yet"
+            what = name or ("any" if step is None else f"at step {step}")
+            raise CheckpointError(f"run {self.id} has no checkpoint {what}; it has: {names}")
+        return wanted[-1]
+
+    def _home(self) -> Lab:
+        """The lab that can start this run again."""
+        if self._lab is not None and self._lab.status()["state"] != "ended":
+            return self._lab
+        root = (self._record.info.get("lab") or {}).get("root")
+        for lab in Lab.live():
+            if str(lab._paths.root) == root:
+                return lab
+        return Lab.attach()
+
+    def _send(self, verb: str, **args: Any) -> Sent:
+        status = self.status()
+        if status["state"] in ENDED:
+            more = "; run.restore() starts it again from a checkpoint" if self.checkpoints() else ""
+            raise MmlabError(f"{verb}: run {self.id} has ended ({status['state']}){more}")
+        command = new_command(verb, args)
+        control = self._record.paths.control
+        try:
+            send(control, command)
+        except OSError as error:
+            raise MmlabError(f"{verb}: the inbox {control} cannot be written: {error.strerror}") from None
+        return Sent(verb, command.id, control)
+
+    # waiting
+
+    def wait(self, step: int | None = None, timeout: float | None = None, progress: bool = True) -> Run:
+        """Wait until the run has ended, or has done `step` steps. The only verb that blocks; returns the run.
+
+        Interrupting it stops the waiting, not the run. RunFailed when the run fails, WaitTimeout after `timeout`
+        seconds.
+        """
+        end = None if timeout is None else time.monotonic() + timeout
+        bar = progress_bar(self._record.id) if progress else None
+        try:
+            if bar is not None:
+                bar.__enter__()
+            while not self._reached(step, bar):
+                self._check_time(end, step)
+                time.sleep(POLL)
+        except KeyboardInterrupt:
+            raise WaitInterrupted(f"stopped waiting; run {self.id} goes on (run.stop() ends it)") from None
+        finally:
+            if bar is not None:
+                bar.__exit__(None, None, None)
+        return self
+
+    def __await__(self) -> Generator[Any, None, Run]:
+        return self._wait_async().__await__()
+
+    async def _wait_async(self) -> Run:
+        while not self._reached(None, None):
+            await asyncio.sleep(POLL)
+        return self
+
+    def _reached(self, step: int | None, bar: Any) -> bool:
+        status = self.status()
+        if bar is not None:
+            bar.update(status["step"], status["steps"], self._words(status))
+        if status["state"] == "failed":
+            raise RunFailed(f"run {self.id} failed: {status['reason']}; logs are in {self._record.paths.logs}")
+        return status["state"] in ENDED or (step is not None and status["step"] >= step)
+
+    def _words(self, status: dict[str, Any]) -> str:
+        metrics = self._record.last_step()
+        words = "" if status["state"] == "running" else status["state"] + " "
+        if metrics:
+            words += f"loss {metrics.get('loss', float('nan')):.4g}"
+            if metrics.get("tokens_per_s"):
+                words += f", {metrics['tokens_per_s']:.0f} tokens/s"
+        return words
+
+    def _check_time(self, end: float | None, step: int | None) -> None:
+        if end is not None and time.monotonic() > end:
+            status = self.status()
+            goal = "its end" if step is None else f"step {step}"
+            raise WaitTimeout(f"run {self.id} did not reach {goal} in time: {status['state']} at step {status['step']}")
+
+
+class Lab:
+    """A set of engines for runs. Making one returns at once; the engines start meanwhile."""
+
+    def __init__(
+        self,
+        engines: int | None = None,
+        profile: str = "",
+        *,
+        idle_timeout: float | None = None,
+        start_timeout: float | None = None,
+        outlive: bool | None = None,
+        worker: str = WORKER,
+    ) -> None:
+        """`engines` to start (more are started when a plan needs them); `profile` an ipyparallel profile by name, empty
+        for local engines.
+
+        `outlive`: whether the lab lives on when this process ends; default: in a kernel. Such a lab ends itself after
+        `idle_timeout` seconds without run or client. `start_timeout` in seconds, for local engines. LabError when it
+        cannot be started.
+        """
+        if sys.platform == "win32":
+            raise LabError("mmlab does not run on native Windows; use WSL2 (`wsl --install`) and install it there")
+        if engines is not None and engines < 1:
+            raise LabError(f"a lab needs at least one engine, not {engines}")
+        check_profile(profile)
+        registry.clean_leftovers()
+        defaults = ClusterConfig()
+        outlive = in_kernel() if outlive is None else outlive
+        me = registry.this_process()
+        config = LabConfig(
+            id=registry.new_id(),
+            engines=engines or ENGINES,
+            profile=profile,
+            owner=None if outlive else {"pid": me["pid"], "started": me["started"]},
+            idle_timeout=defaults.idle_timeout if idle_timeout is None else idle_timeout,
+            start_timeout=defaults.start_timeout if start_timeout is None else start_timeout,
+            worker=worker,
+            created=time.time(),
+        )
+        self._open(registry.start_keeper(config))
+
+    def _open(self, paths: LabPaths) -> None:
+        self._paths = paths
+        self._view: LabView | None = None
+        self._config = read_json(paths.config) or {}
+        self.run: Run | None = None
+        """The newest run of this lab; None before the first."""
+        _teach_shell()
+
+    @classmethod
+    def attach(cls, id: str = "") -> Lab:
+        """The only live lab, or the one of that id. LabError lists them when it is not clear which."""
+        found = [paths for paths in registry.live_labs() if not id or paths.root.name == id]
+        if len(found) != 1:
+            live = ", ".join(str(lab) for lab in cls.live()) or "none; start one with mmlab.Lab()"
+            which = f"no lab {id}" if id else "several labs live" if found else "no lab lives"
+            raise LabError(f"{which}; live labs: {live}" + ("; attach(id) takes one of them" if found else ""))
+        registry.attach_client(found[0])
+        return cls._of(found[0])
+
+    @classmethod
+    def _of(cls, paths: LabPaths) -> Lab:
+        lab = cls.__new__(cls)
+        lab._open(paths)
+        runs = lab.info().get("runs", [])
+        if runs:
+            lab.run = Run(runs[-1], lab)
+        return lab
+
+    @classmethod
+    def live(cls) -> list[Lab]:
+        """All live labs of this user, oldest first; not counted as their client."""
+        registry.clean_leftovers()
+        return [cls._of(paths) for paths in registry.live_labs()]
+
+    @property
+    def id(self) -> str:
+        """The lab's short name."""
+        return self._paths.root.name
+
+    def info(self) -> dict[str, Any]:
+        """What the keeper last wrote: state, engines, runs, processes ({} before it wrote anything)."""
+        return read_json(self._paths.state) or {}
+
+    def status(self) -> dict[str, Any]:
+        """{"id", "state": queued | starting | ready | failed | ended, "engines": n, "ready": k, "job", "reason"}."""
+        info = self.info()
+        if not registry.alive(self._paths):
+            return {"id": self.id, "state": "ended", "engines": 0, "ready": 0, "job": "", "reason": ""}
+        wanted = {"state": "starting", "engines": self._config.get("engines", 0), "ready": 0, "job": "", "reason": ""}
+        return {"id": self.id} | {key: info.get(key, value) for key, value in wanted.items()}
+
+    def wait(self, timeout: float | None = None) -> Lab:
+        """Wait until all engines are up. LabError when they cannot be had, WaitTimeout after `timeout` seconds."""
+        end = None if timeout is None else time.monotonic() + timeout
+        while (status := self.status())["state"] != "ready":
+            if status["state"] in ("failed", "ended"):
+                raise LabError(f"lab {self.id} {status['state']}: {status['reason'] or 'its engines are gone'}")
+            if end is not None and time.monotonic() > end:
+                raise WaitTimeout(
+                    f"lab {self.id}: {status['ready']} of {status['engines']} engines up in {timeout:g} s"
+                )
+            time.sleep(POLL)
+        return self
+
+    def train(self, plan: Plan | str | Path) -> Run:
+        """Start a run and return it at once; engines that the plan needs and the lab lacks are started.
+
+        PlanError when the plan has problems or the run's folder cannot be written; LabError when the lab has ended or
+        is busy with another run.
+        """
+        plan = plan if isinstance(plan, Plan) else Plan.load(plan)
+        plan.check().raise_if_any()
+        self._check_free()
+        paths = create_run(runs_root(), plan.name, plan.dumps(), plan.world_size, plan.train.steps)
+        run = Run(paths.root, self)
+        self._launch(run, restore=None)
+        return run
+
+    def _check_free(self, restarted: Path | None = None) -> None:
+        if self.status()["state"] == "ended":
+            raise LabError(f"lab {self.id} has ended; start another with mmlab.Lab()")
+        for folder in self.info().get("runs", []):
+            run = Run(folder)
+            if folder != str(restarted) and run.status()["state"] not in ENDED:
+                raise LabError(
+                    f"lab {self.id} is busy with run {run.id}; run.stop() and run.wait() first, or Lab() anew"
+                )
+
+    def _launch(self, run: Run, restore: str | None) -> None:
+        """Have the keeper start the next generation of a run."""
+        self._check_free(run.dir)
+        paths = run._record.paths
+        info = run._record.info
+        generation = int(info["generation"]) + 1
+        lab = {"root": str(self._paths.root), "host": registry.this_process()["host"]}
+        write_json(paths.run, info | {"generation": generation, "lab": lab, "keeper": None, "engines": []})
+        if generation > 1:  # a run that has ended is queued again
+            log = EventLog(paths.events, run.status()["lineage"])
+            log.emit("state", state="queued", step=run.status()["step"], reason="")
+            log.close()
+        run._seen_failed = False
+        self.run = run
+        registry.ask(self._paths, "launch", run_dir=str(paths.root), generation=generation, restore=restore)
+        shell = current_shell()
+        if in_kernel() and shell is not None:
+            report_unseen(shell, run._record, lambda: run._seen_failed)
+
+    def runs(self) -> list[Run]:
+        """The runs of MMLAB_RUNS (else ./runs), newest first, and those of this lab that are elsewhere."""
+        records = {record.paths.root: record for record in list_runs()}
+        folders = [*records, *(Path(f) for f in self.info().get("runs", []) if Path(f) not in records)]
+        return [Run(folder, self) for folder in folders]
+
+    @property
+    def view(self) -> Any:
+        """The ipyparallel DirectView of the engines, in rank order of the newest run. LabError when not reachable."""
+        engines = self.run._record.info.get("engines") if self.run is not None else None
+        info = self.info()
+        if self._view is None:
+            self._view = LabView()
+        return self._view.of(info, engines or [engine["engine"] for engine in info.get("up", [])])
+
+    def close(self, timeout: float = CLOSE) -> None:
+        """End the engines and everything the lab has started; a live run ends with it. No process is left."""
+        if self._view is not None:
+            self._view.close()
+            self._view = None
+        info = self.info()
+        registry.ask(self._paths, "close")
+        end = time.monotonic() + timeout
+        while registry.alive(self._paths) and time.monotonic() < end:
+            time.sleep(0.05)
+        registry.force_end(self._paths, info)
+
+    def __enter__(self) -> Lab:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Stop what is unfinished, then close."""
+        run = self.run
+        if run is not None and run.status()["state"] not in ENDED:
+            with contextlib.suppress(MmlabError):
+                run.stop()
+                run.wait(timeout=STOP, progress=False)
+        self.close()
+
+    def __repr__(self) -> str:
+        status = self.status()
+        job = f", job {status['job']}" if status["job"] else ""
+        reason = f": {status['reason']}" if status["reason"] else ""
+        return f"<Lab {self.id}: {status['state']}, {status['ready']} of {status['engines']} engines{job}{reason}>"
+
+
+def _teach_shell() -> None:
+    """In a kernel: make a run that is a cell's last expression show its dashboard."""
+    if in_kernel():
+        importlib.import_module("mmlab.ui.shell").install(current_shell())

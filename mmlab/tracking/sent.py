@@ -1,0 +1,52 @@
+"""A command on its way, and the two ways in which waiting ends early."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from mmlab.errors import MmlabError
+from mmlab.messages import Ack, read_ack, wait_ack
+
+
+class WaitTimeout(MmlabError, TimeoutError):
+    """What was waited for did not happen in time; the run or lab goes on."""
+
+
+class WaitInterrupted(KeyboardInterrupt):
+    """Waiting was interrupted; the run goes on."""
+
+    def _render_traceback_(self) -> list[str]:
+        """IPython's hook: one line instead of a traceback."""
+        return [str(self)]
+
+
+@dataclass(frozen=True)
+class Sent:
+    """A command on its way: every verb returns at once, and the run applies it at its next step boundary."""
+
+    verb: str
+    id: str
+    control: Path
+
+    @property
+    def ack(self) -> Ack | None:
+        """What became of it; None while the run has not come to it."""
+        return read_ack(self.control, self.id)
+
+    def wait(self, timeout: float = 60.0) -> Ack:
+        """Wait for the answer. MmlabError when the run refused, WaitTimeout after `timeout` seconds."""
+        ack = wait_ack(self.control, self.id, timeout)
+        if ack is None:
+            raise WaitTimeout(f"{self.verb} was not applied within {timeout:g} s; it still waits in the run's inbox")
+        if not ack.ok:
+            raise MmlabError(f"{self.verb} was refused: {ack.message}")
+        return ack
+
+    def __repr__(self) -> str:
+        ack = self.ack
+        if ack is None:
+            return f"{self.verb}: sent, applied at the next step boundary"
+        if not ack.ok:
+            return f"{self.verb}: refused: {ack.message}"
+        return f"{self.verb}: applied after step {ack.step}{', ' + ack.message if ack.message else ''}"
