@@ -9,7 +9,7 @@ from plan_strategies import plans
 from rich.console import Console
 
 from mmlab.errors import LabError, PlanError
-from mmlab.plan import Fix, Plan, Problem, Problems, check_platform
+from mmlab.plan import Fix, Plan, Problem, Problems, check_platform, known_keys
 from mmlab.plan.rules import AVAILABLE, RULES, divisor
 
 BROKEN = sorted((Path(__file__).parent.parent / "plans" / "broken").glob("*.toml"))
@@ -61,11 +61,19 @@ def test_every_rule_is_broken_by_some_plan(rule):
     assert any(list(rule(plan)) for path in BROKEN if (plan := load(path)) is not None)
 
 
-@pytest.mark.parametrize("field", [field for field, _ in AVAILABLE])
-def test_every_field_of_later_versions_is_named(field):
-    kind = field.partition(".")[0]
-    fields = [stated(path)[0] for path in BROKEN]
-    assert field in fields or any(other.startswith(kind) for other in fields)
+def _later() -> list[tuple[str, object]]:
+    """Every value that the schema knows and this version does not have."""
+    values = ((f, v, known_keys()[f].choices or (1, 2, False, True)) for f, v in AVAILABLE)
+    return [(f, c) for f, v, choices in values for c in choices if c not in v and type(c) is type(v[0])]
+
+
+@pytest.mark.parametrize(("field", "value"), _later())
+def test_values_of_later_versions_are_refused_and_replaced(field, value):
+    plan = Plan().with_({field: value})
+    (problem,) = [p for p in plan.check() if p.field == field]
+    assert "not available in this version" in problem.message
+    assert list(plan.check().apply().check()) == []
+    assert plan.with_(problem.fix) != plan
 
 
 @given(plans())
