@@ -16,6 +16,7 @@ from mmlab.models.initial import MakeParameter
 from mmlab.models.layers import Linear, RMSNorm, Table, at_least_float32, run_block
 from mmlab.models.sharding import EMBED_TOKENS, FINAL_NORM, LANGUAGE, LM_HEAD
 from mmlab.parallel.tensor import (
+    IGNORED,
     TensorGroup,
     copy_to_group,
     gather_from_group,
@@ -32,9 +33,9 @@ class Sequences:
     """What all blocks need to know about a microbatch: rotations, and where packed tokens lie in padded sequences."""
 
     cos: Tensor
-    """[T, 1, Dh / 2], at least float32."""
+    """[T, 1, Dh], at least float32."""
     sin: Tensor
-    """[T, 1, Dh / 2], at least float32."""
+    """[T, 1, Dh], at least float32; negative in the first half."""
     count: int
     """B: sequences."""
     longest: int
@@ -47,13 +48,14 @@ class Sequences:
         """Made once for a microbatch and stage, in the format of rotations that goes with computing in `dtype`."""
         device, wide = text.position_ids.device, at_least_float32(dtype)
         frequencies = 1.0 / (theta ** (torch.arange(0, head_dim, 2, dtype=wide, device=device) / head_dim))
-        angles = text.position_ids.to(wide).unsqueeze(-1) * frequencies
+        angles = (text.position_ids.to(wide).unsqueeze(-1) * frequencies).unsqueeze(1)
+        cos, sin = angles.cos(), angles.sin()
         count, longest = len(text.seqlens), max(text.seqlens, default=0)
         slots = None
         if any(length != longest for length in text.seqlens):
             rows = [row * longest + i for row, length in enumerate(text.seqlens) for i in range(length)]
             slots = torch.tensor(rows, dtype=torch.int64, device=device)
-        return Sequences(angles.cos().unsqueeze(1), angles.sin().unsqueeze(1), count, longest, slots)
+        return Sequences(torch.cat([cos, cos], -1), torch.cat([-sin, sin], -1), count, longest, slots)
 
     def pad(self, x: Tensor) -> Tensor:
         """[T, H, Dh] -> [B, H, L, Dh], zeros after the end of each sequence."""
@@ -68,9 +70,8 @@ class Sequences:
 
     def rotate(self, x: Tensor) -> Tensor:
         """Rotary positions: [T, H, Dh] -> [T, H, Dh]; element i is paired with i + Dh / 2, as Hugging Face does."""
-        first, second = x.to(self.cos.dtype).chunk(2, dim=-1)
-        turned = torch.cat([first * self.cos - second * self.sin, second * self.cos + first * self.sin], dim=-1)
-        return turned.to(x.dtype)
+        wide = x.to(self.cos.dtype)
+        return (wide * self.cos + wide.roll(x.shape[-1] // 2, -1) * self.sin).to(x.dtype)
 
 
 class Attention(nn.Module):
@@ -227,6 +228,11 @@ class DecoderStage(nn.Module):
         Returns:
             A scalar in at least float32; to be divided by the global count of targets.
         """
+        if targets.device.type == "cpu":
+            # Image tokens and prompts have no target: on CPU finding the rows that have one costs nothing, elsewhere
+            # it would wait for the device.
+            rows = (targets != IGNORED).nonzero().squeeze(-1)
+            hidden, targets = hidden.index_select(0, rows), targets.index_select(0, rows)
         return vocab_parallel_cross_entropy(self._split_logits(hidden), targets, self.tp)
 
     def logits(self, hidden: Tensor) -> Tensor:

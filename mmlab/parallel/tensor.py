@@ -40,6 +40,24 @@ class TensorGroup:
     """One-dimensional mesh over the group, on which parameters are DTensors."""
 
 
+class _Local(torch.autograd.Function):
+    """DTensor to its local tensor; the gradient comes back with the same placements.
+
+    What `to_local(grad_placements=...)` does, without deriving shape and placements of each gradient anew: 45 instead
+    of 110 us above a plain parameter for forward and backward (CPU), for every parameter and microbatch.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, parameter: DTensor) -> Tensor:
+        ctx.spec = parameter._spec
+        plain = parameter._local_tensor
+        return plain.view_as(plain)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        return DTensor(grads[0], ctx.spec, requires_grad=False)
+
+
 def local(parameter: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     """The plain tensor that this rank computes with.
 
@@ -51,7 +69,7 @@ def local(parameter: Tensor, dtype: torch.dtype | None = None) -> Tensor:
         The local shard, cast if necessary; gradients flow back to `parameter` with the parameter's own placements.
     """
     if isinstance(parameter, DTensor):
-        parameter = parameter.to_local(grad_placements=parameter.placements)
+        parameter = cast(Tensor, _Local.apply(parameter))
     return parameter if dtype is None or parameter.dtype == dtype else parameter.to(dtype)
 
 

@@ -81,6 +81,17 @@ def against_plain(rank, world, host, port, changes, dtype, images) -> dict:
     }
 
 
+def without_targets(rank, world, host, port) -> tuple[float, float]:
+    """Loss, and norm of the gradient, of a microbatch whose samples are all masked."""
+    tp = join(rank, world, host, port)
+    plan = make_plan()
+    text = make_text(plan)
+    model = build_part(plan, Part(layers=range(3), embed=True, head=True), tp, torch.float32)
+    loss = model.language.loss(model.language(text), torch.full_like(text.targets, -100))
+    loss.backward()
+    return loss.item(), sum(parameter.grad.full_tensor().norm().item() for parameter in model.parameters())
+
+
 def initial_shards(rank, world, host, port, changes, dtype) -> dict[str, torch.Tensor]:
     """This rank's shards of every parameter of the decoder, made stage by stage."""
     tp = join(rank, world, host, port)

@@ -68,6 +68,16 @@ def test_image_tokens_stand_where_the_placeholders_are_and_get_gradients():
     assert placeholder.abs().sum() > 0
 
 
+def test_a_microbatch_without_any_target_has_no_loss_and_zero_gradients():
+    model = plain_model(make_plan())
+    text = make_text(make_plan(), images=2)
+    hidden = model.language(text, image_tokens=model.image_tokens(PIXELS))
+    loss = model.language.loss(hidden, torch.full_like(text.targets, -100))
+    loss.backward()
+    assert loss.item() == 0.0
+    assert all(parameter.grad.norm().item() == 0.0 for parameter in model.parameters())
+
+
 @pytest.mark.parametrize("images", [0, 2])
 def test_checkpointed_equals_not_checkpointed(images):
     results = []

@@ -32,6 +32,10 @@ def test_a_block_costs_two_reductions_each_way(pool):
     assert result["grads"] < 1e-5
 
 
+def test_a_microbatch_without_any_target_has_no_loss_and_zero_gradients(pool):
+    assert pool.run(rank_functions.without_targets, ranks=2) == [(0.0, 0.0)] * 2
+
+
 def test_half_precision_computation_keeps_full_precision_gradients(pool):
     results = pool.run(rank_functions.against_plain, {"precision.language": "bf16"}, torch.float32, 2, ranks=2)
     assert 1e-4 < results[0]["grads"] < 0.1
