@@ -1,0 +1,88 @@
+"""Sharded equals plain, in float64 to 1e-9 per tensor: every layout has the loss and gradients of one process."""
+
+import pytest
+
+from mmlab.cluster.verify import verify
+from mmlab.plan import Plan
+
+PLANS = {
+    "quickstart: six ranks": ("quickstart",),
+    "tensor parallel": ("laptop", "parallel.pp=1", "parallel.tp=2"),
+    "pipeline": ("laptop",),
+    "data parallel": ("laptop", "parallel.pp=1", "parallel.dp=2"),
+    "encoder data parallel": ("laptop", "parallel.pp=1", "parallel.vision_dp=2", "parallel.microbatches=4"),
+    "projector only": ("laptop", "train.vision.frozen=true", "train.language.frozen=true"),
+    "language only": ("laptop", "train.vision.frozen=true", "train.projector.frozen=true"),
+    "projector on the first stage": ("laptop", "parallel.projector=first_stage", "parallel.tp=2", "parallel.pp=1"),
+    "untied, grouped, biased, recomputed": (
+        "laptop", "model.language.tied_embeddings=false", "model.language.kv_heads=2", "model.language.attention_bias=true",
+        "train.activation_checkpointing=true", "train.language.weight_decay=0.1",
+    ),
+}  # fmt: skip
+SLOW = {
+    "gpipe, four stages": ("laptop", "parallel.pp=4", "parallel.schedule=gpipe", "parallel.microbatches=4"),
+    "tensor parallel 4": ("laptop", "parallel.pp=1", "parallel.tp=4", "parallel.vision_dp=3"),
+    "dp 2, pp 2, tp 2": ("quickstart", "parallel.dp=2", "parallel.vision_dp=1"),
+    "projector only on the first stage": (
+        "laptop", "parallel.projector=first_stage", "train.vision.frozen=true", "train.language.frozen=true",
+    ),
+    "clip encoder": ("laptop", "model.vision.family=clip"),
+}  # fmt: skip
+
+
+def check(pool, data, name, *changes):
+    plan = Plan.load(name).with_({"data.path": str(data), "data.held_out": ""}, *changes)
+    result = verify(plan, pool=pool)
+    assert result["max_rel_loss"] <= 1e-9
+    assert result["max_rel_grad"] <= 1e-9, result["worst"]
+    assert result["max_rel_param"] <= 1e-9, result["worst"]
+    assert result["ok"], result["own_precision"]
+    assert result["losses"][-1] != result["losses"][0]  # something was trained
+
+
+@pytest.mark.parametrize("case", PLANS)
+def test_layout_equals_one_process(pool, shards, case):
+    check(pool, shards, *PLANS[case])
+
+
+def test_steps_of_text_alone(pool, text_shards):
+    """Encoder gradients are zero; weight decay applies on the encoder as it does on one process."""
+    check(pool, text_shards, "laptop", "train.vision.weight_decay=0.1")
+
+
+def test_bf16_errs_no_more_than_plain_bf16(pool, shards):
+    formats = [f"precision.{module}=bf16" for module in ("vision", "projector", "language")]
+    check(pool, shards, "laptop", *formats)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("case", SLOW)
+def test_more_layouts_equal_one_process(pool, shards, case):
+    check(pool, shards, *SLOW[case])
+
+
+def test_a_wrong_gradient_is_found(pool, shards, monkeypatch):
+    """verify itself can fail: the same plan with another learning rate on the plain side has other weights."""
+    from mmlab.cluster import verify as module
+
+    plan = Plan.load("laptop").with_({"data.path": str(shards)})
+    original = module.in_precision
+    seen = []
+
+    def other(plan, precision):
+        seen.append(precision)
+        return (
+            original(plan.with_("train.language.lr=1e-9"), precision) if len(seen) == 1 else original(plan, precision)
+        )
+
+    monkeypatch.setattr(module, "in_precision", other)
+    monkeypatch.setattr(module, "_own_precision", lambda *args: {"ok": True})
+    run = pool.run
+    monkeypatch.setattr(
+        pool, "run",
+        lambda name, *args, **kw: run(name, *((original(plan, "fp64").dumps(), *args[1:]) if "reference" in name else args), **kw),
+    )  # fmt: skip
+    result = verify(plan, pool=pool)
+    assert not result["ok"]
+    assert result["max_rel_param"] > 1e-6
