@@ -104,12 +104,18 @@ def close(
 
 def make(
     name: Annotated[str, typer.Argument(help="emoji or shapes.")],
-    folder: Annotated[Path | None, typer.Argument(help="Where to; default: the data cache.")] = None,
+    folder: Annotated[Path | None, typer.Argument(help="Where to, new or empty; default: the data cache.")] = None,
 ) -> None:
     """Make a built-in data set: shards, held-out split and tokenizer."""
-    from mmlab.data.datasets import make_dataset
+    from rich.progress import Progress
 
-    out = console()
-    with out.status(f"making {name}"):
-        made = make_dataset(name, folder)
-    out.print(f"{name}: {made}", soft_wrap=True)
+    from mmlab.data import datasets
+
+    with Progress(console=console(), transient=True) as bar:
+        task = bar.add_task(name, total=None)
+
+        def progress(done: int, total: int, what: str) -> None:
+            bar.update(task, completed=done, total=total, description=what)
+
+        made = datasets.ensure(name, progress) if folder is None else datasets.make(name, folder, progress=progress)
+    console().print(f"{name}: {made}", soft_wrap=True)

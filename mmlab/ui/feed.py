@@ -31,7 +31,8 @@ class Feed:
     """The present picture of one run.
 
     `state`, `reason`, `step`, `steps` (planned), `curves` {name: Series}, `recent` (last events, oldest first), `ranks`
-    as in `run.status()`, `rates` {module: base learning rate}, `last` (the last `step` event), `evals`, `samples`.
+    as in `run.status()`, `rates` {module: base learning rate}, `last` (the last `step` event), `evals`, `samples`,
+    `states` and `commands` (their events).
     """
 
     def __init__(self, run_dir: Path | str, capacity: int = 4000) -> None:
@@ -50,6 +51,8 @@ class Feed:
         self.first_loss: float | None = None
         self.evals: deque[Event] = deque(maxlen=200)
         self.samples: Event = {}
+        self.states: list[Event] = []
+        self.commands: deque[Event] = deque(maxlen=500)
         self.cuts = 0
         self._phases: deque[list[list[float]]] = deque(maxlen=WINDOW)
         self._offset = 0
@@ -99,14 +102,17 @@ class Feed:
             self._take_step(event)
         elif kind == "state":
             self.state, self.reason = event.get("state", self.state), event.get("reason") or ""
+            self.states.append(event)
         elif kind == "lineage":
             self._take_lineage(event)
         elif kind == "eval":
             self._take_eval(event)
         elif kind == "samples":
             self.samples = event
-        elif kind == "command" and event.get("ok") and event.get("verb") == "set":
-            self._take_values(event.get("args", {}).get("values", {}))
+        elif kind == "command":
+            self.commands.append(event)
+            if event.get("ok") and event.get("verb") == "set":
+                self._take_values(event.get("args", {}).get("values", {}))
         if kind in SHOWN:
             self.recent.append(event)
 
