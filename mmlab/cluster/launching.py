@@ -96,7 +96,8 @@ class Stopped(Exception):
 def launch(run: ActiveRun, engines: Engines, closing: Callable[[], bool]) -> None:
     """Start a run on the engines; waits for engines that are lacking, or busy with the run before.
 
-    LabError when they cannot be had; Stopped when the run is stopped, or the lab closed, while it waits.
+    What goes wrong once ranks have been told to start is written down as a failure of the run. Before that: LabError
+    when the engines cannot be had; Stopped when the run is stopped, or the lab closed, while it waits.
     """
     engines.ensure(run.world)
     run.emit("state", state="starting", reason=f"waiting for {run.world} engines")
@@ -107,7 +108,9 @@ def launch(run: ActiveRun, engines: Engines, closing: Callable[[], bool]) -> Non
 
     team = _gather(run, engines, check)
     info = read_json(run.paths.run) or {}
-    (store,) = engines.call(team[:1], "open_store", [("" if engines.batch else "127.0.0.1", engines.config.worker)], IMPORTS)
+    (store,) = engines.call(
+        team[:1], "open_store", [("" if engines.batch else "127.0.0.1", engines.config.worker)], IMPORTS
+    )
     check()
     jobs = [
         {
@@ -123,7 +126,19 @@ def launch(run: ActiveRun, engines: Engines, closing: Callable[[], bool]) -> Non
     ]
     write_json(run.paths.run, info | {"engines": [engine.id for engine in team], "hosts": [e.host for e in team]})
     run.engines = team
-    engines.call(team, "start", [(job, engines.config.worker) for job in jobs], ANSWER)
+    try:
+        engines.call(team, "start", [(job, engines.config.worker) for job in jobs], ANSWER)
+    except LabError as error:
+        _write_refused(run, engines, str(error))
+
+
+def _write_refused(run: ActiveRun, engines: Engines, message: str) -> None:
+    """Some ranks may have started: a failure record frees them from the rendezvous, and `watch` reports it."""
+    lost = [rank for rank, engine in enumerate(run.engines) if engines.lost(engine)]
+    for rank in lost:
+        _write_lost(run, rank, run.engines[rank])
+    if not lost:
+        write_failure(run.paths.failures, run.generation, Failure(0, "rank 0", "start", 0, "exception", message))
 
 
 def _gather(run: ActiveRun, engines: Engines, check: Callable[[], None]) -> list[EngineInfo]:

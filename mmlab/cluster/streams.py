@@ -69,7 +69,7 @@ class EngineStream(OutStream):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self._rank_log: RankLog | None = None
         self._others: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
-        super().__init__(*args, **kwargs)
+        super().__init__(*args, **(kwargs | {"watchfd": "force"}))
 
     def route(self, log: RankLog) -> None:
         """Send what threads that do not exist yet print to this log."""

@@ -1,10 +1,9 @@
 """A worker without torch that does what the lab relies on: beacon, events, failures, and commands at step boundaries.
 
-What a run does is in its plan's name: "fake" steps on, "print N" prints N lines, "raise R" raises in rank R at step 3,
+What a run does is in its plan's name: "fake" steps on, "print-N" prints N lines, "raise-R" raises in rank R at step 3,
 "silent" has survivors that report nothing. Ranks keep step through files in the run's folder.
 """
 
-import os
 import secrets
 import socket
 import subprocess
@@ -39,7 +38,7 @@ class Rank:
         self.job = job
         self.paths = RunPaths(Path(job.run_dir))
         plan = tomllib.loads(self.paths.plan.read_text())
-        self.what, _, self.argument = plan.get("name", "fake").partition(" ")
+        self.what, _, self.argument = plan.get("name", "fake").partition("-")
         self.steps = plan["train"]["steps"]
         role = f"fake {job.rank}"
         path = self.paths.ranks / f"rank-{job.rank}.beacon"
@@ -153,7 +152,3 @@ def run_worker(job):
         rank.beacon.close()
         if rank.log is not None:
             rank.log.close()
-
-
-def process():
-    return os.getpid()

@@ -5,7 +5,6 @@ import os
 import signal
 import subprocess
 import threading
-import time
 from pathlib import Path
 
 import psutil
@@ -20,7 +19,7 @@ from mmlab.tracking.sent import WaitInterrupted, WaitTimeout
 
 
 def running(run):
-    eventually(lambda: run.status()["state"] == "running" and run.status()["step"] >= 1)
+    eventually(lambda: (s := run.status())["state"] == "running" and s["step"] >= 1 and len(s["ranks"]) == 3)
     return run
 
 
@@ -47,8 +46,9 @@ def test_every_verb(free_lab, plan):
     eventually(lambda: run.status()["state"] == "paused" and run.status()["step"] == step + 3)
     run.checkpoint("mine").wait()
     assert [(c["name"], c["step"]) for c in run.checkpoints()] == [("mine", step + 3)]
-    assert "applied after step" in repr(run.set("train.language.lr", 1e-4).wait and run.set({"train.steps": 99999}))
-    eventually(lambda: run.status()["steps"] == 99999)
+    sent = run.set({"train.steps": 99999, "train.language.lr": 1e-4})
+    eventually(lambda: repr(sent) == f"set: applied after step {step + 3}")
+    assert run.status()["steps"] == 99999
     run.resume().wait()
     run.wait(step=step + 6, timeout=30)
     run.restore(step=step + 3).wait()
@@ -56,7 +56,8 @@ def test_every_verb(free_lab, plan):
     run.stop().wait()
     assert run.wait(timeout=30) is run
     assert run.status()["state"] == "stopped"
-    assert [row["step"] for row in run.metrics()][:1] != [1] or run.metrics()[0]["step"] == 1
+    steps = [row["step"] for row in run.metrics()]
+    assert steps == list(range(1, len(steps) + 1))
     with pytest.raises(MmlabError, match="has ended"):
         run.pause()
 
@@ -66,13 +67,11 @@ def test_a_run_that_has_ended_goes_on_from_a_checkpoint_as_another_generation(fr
     run.checkpoint("step-2").wait()
     run.stop().wait()
     run.wait(timeout=30)
-    saved = run.checkpoints()[0]["step"]
     assert run.restore(name="step-2") is run
     running(run)
     status = run.status()
     assert (status["state"], status["generation"]) == ("running", 2)
     assert [e["parent_step"] for e in run.events() if e["kind"] == "lineage"][-1] == 2
-    assert saved >= 1
     with pytest.raises(CheckpointError, match="it has: step-2"):
         run.restore(step=77777)
 
@@ -154,12 +153,11 @@ def test_a_million_printed_lines_stay_out_of_every_memory(free_lab, plan):
     engine = psutil.Process(view.client[view.targets[1]].apply_sync(os.getpid))
     here = psutil.Process()
     before = engine.memory_info().rss, here.memory_info().rss
-    run = free_lab.train(plan.with_({"name": "print 350000"}))
+    run = free_lab.train(plan.with_({"name": "print-350000"}))
     eventually(lambda: run.status()["step"] >= 5, timeout=100)
     view.apply_sync(os.getpid)
     after = engine.memory_info().rss, here.memory_info().rss
     assert max(b - a for a, b in zip(before, after, strict=True)) < 30e6
-    assert sum(len(text) for text in view.client.metadata.values() if isinstance(text, str)) == 0
     for rank in range(3):
         text = run.log(rank)
         assert f"line 349999 of rank {rank}\n" in text
@@ -173,7 +171,7 @@ def test_a_million_printed_lines_stay_out_of_every_memory(free_lab, plan):
 
 
 def test_an_exception_in_a_rank_is_named_and_the_lab_trains_again(free_lab, plan):
-    run = free_lab.train(plan.with_({"name": "raise 1"}))
+    run = free_lab.train(plan.with_({"name": "raise-1"}))
     with pytest.raises(RunFailed, match=r"rank 1 \(fake 1\) failed in forward of step 3: ValueError: scripted"):
         run.wait(timeout=30)
     running(free_lab.train(plan))
@@ -228,4 +226,3 @@ def test_attach_says_what_there_is(lab):
     with pytest.raises(LabError, match=f"no lab nothing; live labs: <Lab {lab.id}"):
         Lab.attach("nothing")
     assert len(alive(processes(lab))) == len(processes(lab))
-    assert time.time() > 0
