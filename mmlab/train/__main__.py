@@ -24,7 +24,8 @@ def prepare(plan: Plan, world_size: int, run_dir: Path) -> None:
     """Check the plan against the number of processes and make the run's folder (rank 0)."""
     if plan.world_size != world_size:
         raise PlanError(
-            f"the plan needs {plan.world_size} ranks and torchrun started {world_size}; use --nproc-per-node {plan.world_size}"
+            f"the plan needs {plan.world_size} ranks and torchrun started {world_size}; "
+            f"use --nproc-per-node {plan.world_size}"
         )
     plan.check().raise_if_any()
     paths = RunPaths(run_dir)

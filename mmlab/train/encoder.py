@@ -34,7 +34,8 @@ class EncoderRunner:
     """
 
     def __init__(self, plan: Plan, mesh: Mesh, part: PartModel) -> None:
-        self.plan, self.mesh, self.part = plan, mesh, part
+        assert part.vision is not None
+        self.plan, self.mesh, self.vision, self.projector = plan, mesh, part.vision, part.projector
         self.owner = mesh.place.vision
         self.tokens_per_tile = plan.model.vision.tokens_per_tile
         self.manifest: StepManifest | None = None
@@ -73,9 +74,9 @@ class EncoderRunner:
         if not positions:
             return
         images = torch.cat([self.pixels[position] for position in positions]).to(self.mesh.device)
-        tokens = self.part.vision(images)
-        if self.part.projector is not None:
-            tokens = self.part.projector(tokens)
+        tokens = self.vision(images)
+        if self.projector is not None:
+            tokens = self.projector(tokens)
         self._outputs[microbatch] = tokens.flatten(0, 1).to(token_dtype(self.plan))
 
     def send_tokens(self, microbatch: int) -> None:

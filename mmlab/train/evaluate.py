@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mmlab.data.manifest import Split, StepManifest
+from mmlab.data.manifest import ManifestSample, Split, StepManifest
 from mmlab.data.packed import IGNORE, PackedText, TextSequence, pack
 from mmlab.data.pipeline import DataSource
 from mmlab.data.sources import has_held_out
@@ -104,7 +104,8 @@ class Evaluator:
     def _pictures(self, plan: Plan) -> StepManifest:
         """The first held-out samples that have an image, as one microbatch of replica 0."""
         assert self.source is not None
-        wanted, cursors, found = plan.train.sample_images, self.source.start(), {}
+        wanted, cursors = plan.train.sample_images, self.source.start()
+        found: dict[str, ManifestSample] = {}
         for number in range(4):
             manifest, cursors = self.source.manifest(number + 1, cursors)
             found |= {sample.key: sample for sample in manifest.samples if sample.tiles}
@@ -158,7 +159,7 @@ class Evaluator:
         layout, place = self.mesh.layout, self.mesh.place
         if hidden is not None:
             ends = torch.tensor(text.seqlens).cumsum(0) - 1
-            logits = stage.part.language.logits(hidden[ends.to(hidden.device)]).float()
+            logits = stage.language.logits(hidden[ends.to(hidden.device)]).float()
             logits[:, self.source.vocab_size :] = -torch.inf
             logits[:, self.source.image_id] = -torch.inf
             ids = logits.argmax(-1)

@@ -54,10 +54,11 @@ def run_plain(plan: Plan, steps: int) -> list[StepRecord]:
         loss = model(text, pixels) / max(1, manifest.targets(frozenset(bad)))
         optimizer.zero_grad()
         loss.backward()
-        for _, param in trainable:
+        record = StepRecord(float(loss.detach()))
+        for name, param in trainable:
             if param.grad is None:  # a step without any image: zero gradients, weight decay and momentum apply
                 param.grad = torch.zeros_like(param)
-        record = StepRecord(float(loss.detach()), {name: param.grad.clone() for name, param in trainable})
+            record.grads[name] = param.grad.clone()
         if plan.train.clip_norm:
             torch.nn.utils.clip_grad_norm_([param for _, param in trainable], plan.train.clip_norm, foreach=False)
         rates = {m: learning_rate(getattr(plan.train, m), step, plan.train.steps) for m in MODULES}

@@ -197,8 +197,8 @@ class Session:
         with self.watch.timed("checkpoint"):
             manifest = checkpoint.save(self.plan, self.mesh, self.built, folder, extra)
         if self.mesh.place.rank == 0:
-            self.emit("checkpoint", step=step, name=folder.name, path=str(folder), seconds=round(manifest["seconds"], 3),
-                      bytes=manifest["bytes"])  # fmt: skip
+            took = {"seconds": round(manifest["seconds"], 3), "bytes": manifest["bytes"]}
+            self.emit("checkpoint", step=step, name=folder.name, path=str(folder), **took)
             checkpoint.prune(self.paths.checkpoints, self.plan.checkpoint.keep_last)
         return f"saved {folder.name}"
 

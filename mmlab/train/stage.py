@@ -22,7 +22,8 @@ class StageRunner:
     """Handlers of a stage rank's ops, and the tensors of the microbatches under way."""
 
     def __init__(self, plan: Plan, mesh: Mesh, part: PartModel) -> None:
-        self.plan, self.mesh, self.part = plan, mesh, part
+        assert part.language is not None
+        self.plan, self.mesh, self.language, self.projector = plan, mesh, part.language, part.projector
         place, layout = mesh.place, mesh.layout
         self.replica = place.dp
         self.first, self.last = place.pp == 0, place.pp == plan.parallel.pp - 1
@@ -102,16 +103,16 @@ class StageRunner:
         if hidden is not None and self.wants_input_grads and torch.is_grad_enabled():
             hidden.requires_grad_()
         tokens = self._tokens.get(microbatch)
-        if tokens is not None and self.part.projector is not None and tokens.numel():
-            tokens = self.part.projector(tokens)
-        output: Tensor = self.part.language(self.texts[microbatch], hidden, tokens)
+        if tokens is not None and self.projector is not None and tokens.numel():
+            tokens = self.projector(tokens)
+        output: Tensor = self.language(self.texts[microbatch], hidden, tokens)
         return output
 
     def forward(self, microbatch: int) -> None:
         """This stage's blocks; on the last stage the sum of the losses of the microbatch's targets."""
         output = self._blocks(microbatch)
         if self.last:
-            output = self.part.language.loss(output, self.texts[microbatch].targets)
+            output = self.language.loss(output, self.texts[microbatch].targets)
             self.loss_sum += output.detach().double().cpu()
         self._outputs[microbatch] = output
 

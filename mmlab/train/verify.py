@@ -147,7 +147,7 @@ def compare(rank: int, world: int, host: str, port: int, ranks_folder: str, plai
 
 
 def compare_plain(rank: int, world: int, host: str, port: int, folder: str, reference: str) -> dict[str, Any]:
-    """A plain run in one folder against another plain run (of another precision): the error that is not the layout's."""
+    """A plain run against another plain run (of another precision): the error that is not the layout's."""
     records = [StepRecord(**value) for value in torch.load(Path(folder) / "plain.pt", weights_only=True)]
     other = [StepRecord(**value) for value in torch.load(Path(reference) / "plain.pt", weights_only=True)]
     grad, grad_at = 0.0, ""

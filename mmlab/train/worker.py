@@ -171,8 +171,8 @@ def _describe(error: BaseException, watch: Watch, plan_role: str) -> str:
     line = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
     if _kind(error) == "memory":
         return (
-            f"out of memory in {watch.phase} on {plan_role} ({line}); use smaller microbatches (parallel.microbatches), "
-            "train.activation_checkpointing, or more ranks"
+            f"out of memory in {watch.phase} on {plan_role} ({line}); "
+            "use smaller microbatches (parallel.microbatches), train.activation_checkpointing, or more ranks"
         )
     return f"{type(error).__name__}: {line}"
 
@@ -190,8 +190,10 @@ def _fail(job: Job, paths: RunPaths, watch: Watch, sockets: SocketLedger, error:
         first = _first_cause(paths, job.generation, failure)
         if claim_report(paths.failures, job.generation):
             log = EventLog(paths.events, _lineage(paths))
-            log.emit("state", step=first.step, state="failed", reason=first.sentence(), rank=first.rank, role=first.role,
-                     phase=first.phase, log=str(paths.log(first.rank)))  # fmt: skip
+            log.emit(
+                "state", step=first.step, state="failed", reason=first.sentence(), rank=first.rank, role=first.role,
+                phase=first.phase, log=str(paths.log(first.rank)),
+            )  # fmt: skip
             log.close()
 
 

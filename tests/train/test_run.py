@@ -2,6 +2,7 @@
 
 import json
 import time
+from itertools import pairwise
 
 import pytest
 import torch
@@ -279,5 +280,5 @@ def test_optimizer_schedule():
     assert rates[:4] == [0.25, 0.5, 0.75, 1.0]
     assert rates[4] == 1.0
     assert rates[-1] == pytest.approx(0.1)
-    assert all(a >= b for a, b in zip(rates[3:], rates[4:], strict=False))
+    assert all(a >= b for a, b in pairwise(rates[3:]))
     assert torch.isclose(torch.tensor(learning_rate(settings, 50, 20)), torch.tensor(0.1))

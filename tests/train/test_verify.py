@@ -15,8 +15,8 @@ PLANS = {
     "language only": ("laptop", "train.vision.frozen=true", "train.projector.frozen=true"),
     "projector on the first stage": ("laptop", "parallel.projector=first_stage", "parallel.tp=2", "parallel.pp=1"),
     "untied, grouped, biased, recomputed": (
-        "laptop", "model.language.tied_embeddings=false", "model.language.kv_heads=2", "model.language.attention_bias=true",
-        "train.activation_checkpointing=true", "train.language.weight_decay=0.1",
+        "laptop", "model.language.tied_embeddings=false", "model.language.kv_heads=2",
+        "model.language.attention_bias=true", "train.activation_checkpointing=true", "train.language.weight_decay=0.1",
     ),
 }  # fmt: skip
 SLOW = {
@@ -79,10 +79,12 @@ def test_a_wrong_gradient_is_found(pool, shards, monkeypatch):
     monkeypatch.setattr(module, "in_precision", other)
     monkeypatch.setattr(module, "_own_precision", lambda *args: {"ok": True})
     run = pool.run
-    monkeypatch.setattr(
-        pool, "run",
-        lambda name, *args, **kw: run(name, *((original(plan, "fp64").dumps(), *args[1:]) if "reference" in name else args), **kw),
-    )  # fmt: skip
+
+    def other_reference(name, *args, **kw):
+        args = (original(plan, "fp64").dumps(), *args[1:]) if "reference" in name else args
+        return run(name, *args, **kw)
+
+    monkeypatch.setattr(pool, "run", other_reference)
     result = verify(plan, pool=pool)
     assert not result["ok"]
     assert result["max_rel_param"] > 1e-6
