@@ -115,7 +115,7 @@ class Boundary:
         While it waits, rank 0 sends a sign of life every SIGN_OF_LIFE seconds, an empty list that the others pass over.
         """
         while True:
-            if wait:
+            if wait and self.channel.rank == 0:
                 self.listener.wait(SIGN_OF_LIFE)
             mine = [vars(command) for command in self.listener.take()]
             found = self.channel.share(mine)
