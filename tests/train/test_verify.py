@@ -2,7 +2,7 @@
 
 import pytest
 
-from mmlab.cluster.verify import verify
+from mmlab.cluster.verify import in_precision, verify
 from mmlab.plan import Plan
 
 PLANS = {
@@ -62,29 +62,14 @@ def test_more_layouts_equal_one_process(pool, shards, case):
     check(pool, shards, *SLOW[case])
 
 
-def test_a_wrong_gradient_is_found(pool, shards, monkeypatch):
-    """verify itself can fail: the same plan with another learning rate on the plain side has other weights."""
-    from mmlab.cluster import verify as module
-
-    plan = Plan.load("laptop").with_({"data.path": str(shards)})
-    original = module.in_precision
-    seen = []
-
-    def other(plan, precision):
-        seen.append(precision)
-        return (
-            original(plan.with_("train.language.lr=1e-9"), precision) if len(seen) == 1 else original(plan, precision)
-        )
-
-    monkeypatch.setattr(module, "in_precision", other)
-    monkeypatch.setattr(module, "_own_precision", lambda *args: {"ok": True})
-    run = pool.run
-
-    def other_reference(name, *args, **kw):
-        args = (original(plan, "fp64").dumps(), *args[1:]) if "reference" in name else args
-        return run(name, *args, **kw)
-
-    monkeypatch.setattr(pool, "run", other_reference)
-    result = verify(plan, pool=pool)
-    assert not result["ok"]
-    assert result["max_rel_param"] > 1e-6
+def test_another_learning_rate_on_one_side_is_found(pool, shards, tmp_path):
+    """The comparison can fail: weights differ from step 1 on, gradients from step 2 on."""
+    plan = in_precision(Plan.load("laptop").with_({"data.path": str(shards), "data.held_out": ""}), "fp64")
+    other = plan.with_("train.language.lr=1.001e-3")
+    pool.run("mmlab.train.verify:run_ranks", plan.dumps(), 2, str(tmp_path), ranks=3)
+    pool.run("mmlab.train.verify:run_reference", other.dumps(), 2, str(tmp_path), ranks=1)
+    found = pool.run("mmlab.train.verify:compare", str(tmp_path), str(tmp_path), ranks=1)[0]
+    assert found["param"] > 1e-6
+    assert found["param_at"].startswith("language.")
+    assert found["grad"] > 1e-9
+    assert found["grad_at"].endswith("step 2")
