@@ -64,6 +64,7 @@ def test_more_layouts_equal_one_process(pool, shards, case):
 
 def test_another_learning_rate_on_one_side_is_found(pool, shards, tmp_path):
     """The comparison can fail: weights differ from step 1 on, gradients from step 2 on."""
+    pool.grow(3)
     plan = in_precision(Plan.load("laptop").with_({"data.path": str(shards), "data.held_out": ""}), "fp64")
     other = plan.with_("train.language.lr=1.001e-3")
     pool.run("mmlab.train.verify:run_ranks", plan.dumps(), 2, str(tmp_path), ranks=3)
