@@ -39,9 +39,8 @@ def layout(plan: PlanArgument, overrides: Overrides = None) -> None:
     """Show which rank computes what, and the pipeline schedule."""
     loaded = load_plan(plan, overrides)
     loaded.check().raise_if_any()
-    out = console()
-    out.print(loaded.layout())
-    out.print(loaded.schedule())
+    for picture in (loaded.layout(), loaded.schedule()):
+        sys.stdout.write(f"{picture}\n\n")
 
 
 def verify(

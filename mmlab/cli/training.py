@@ -68,7 +68,7 @@ def train(plan: Plan) -> dict[str, Any]:
 
     plan.check().raise_if_any()
     began = time.perf_counter()
-    with Lab() as lab:
+    with Lab(engines=plan.world_size, profile=plan.cluster.profile) as lab:
         started = lab.train(plan)
         console().print(f"run {started.dir}")
         with _stops_on_interrupt(started):

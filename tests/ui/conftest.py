@@ -1,0 +1,22 @@
+"""A synthetic run for what reads runs."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from synthetic import SyntheticRun
+
+
+@pytest.fixture
+def started(tmp_path: Path) -> Iterator[SyntheticRun]:
+    """A run whose ranks have started; nothing is trained yet."""
+    run = SyntheticRun(tmp_path)
+    run.start()
+    yield run
+    run.close()

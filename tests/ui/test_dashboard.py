@@ -1,0 +1,223 @@
+"""The dashboard: what cells hold, what goes to views and how often, commands and their answers."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+from synthetic import InboxRun, SyntheticRun
+
+from mmlab.errors import PlanError
+from mmlab.ui import dashboard as dashboards
+from mmlab.ui.charts import Board
+from mmlab.ui.controls import Controls
+from mmlab.ui.dashboard import Dashboard
+from mmlab.ui.shell import Faces, install
+
+
+class Screen:
+    """What a front end would have got: messages of boards, and the outputs of cells by display id."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.messages: list[dict[str, Any]] = []
+        self.times: list[float] = []
+        self.outputs: dict[str, dict[str, Any]] = {}
+        self.published = 0
+        monkeypatch.setattr(Board, "send", lambda _, content, buffers=None: self.take(content, buffers))
+        monkeypatch.setattr(dashboards, "publish", self.publish)
+
+    def take(self, content: dict[str, Any], buffers: list[bytes]) -> None:
+        assert len(buffers) == 2 * len(content["curves"])
+        self.messages.append(content)
+        self.times.append(time.monotonic())
+
+    def publish(self, data: dict[str, Any], _: Any, display_id: str = "", update: bool = False) -> None:
+        assert update == (display_id in self.outputs)
+        self.outputs[display_id] = data
+        self.published += 1
+
+    def frame(self) -> dict[str, Any]:
+        """The frame as a view that got all messages would have it."""
+        frame: dict[str, Any] = {}
+        for message in self.messages:
+            frame = message["frame"] if message["kind"] == "history" else frame | message["frame"]
+        return frame
+
+
+@pytest.fixture
+def screen(monkeypatch: pytest.MonkeyPatch) -> Screen:
+    return Screen(monkeypatch)
+
+
+@pytest.fixture
+def shown(started: SyntheticRun, screen: Screen) -> Iterator[Dashboard]:
+    """A dashboard on the started run, shown in one cell, with one view that asked for the history."""
+    started.train(5)
+    dashboard = Dashboard(InboxRun(started.dir), started.dir, period=0.02)
+    dashboard.show()
+    say(dashboard, kind="hello")
+    until(lambda: screen.messages)
+    yield dashboard
+    dashboard.close()
+
+
+def say(dashboard: Dashboard, **message: Any) -> None:
+    dashboard._heard(dashboard.board, message, [])
+
+
+def until(condition: Callable[[], Any], seconds: float = 10.0) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "it did not happen in time"
+        time.sleep(0.005)
+
+
+def test_a_cell_holds_board_picture_and_text(shown: Dashboard, screen: Screen) -> None:
+    (output,) = screen.outputs.values()
+    assert set(output) == {"application/vnd.jupyter.widget-view+json", "image/png", "text/plain"}
+    assert "running, step 5" in output["text/plain"]
+
+
+def test_a_view_gets_history_then_increments(shown: Dashboard, screen: Screen, started: SyntheticRun) -> None:
+    assert screen.messages[-1]["kind"] == "history"
+    assert dict(screen.messages[-1]["curves"])["loss"] == 5
+    started.train(3)
+    until(lambda: screen.frame()["step"] == 8)
+    assert {message["kind"] for message in screen.messages[1:]} == {"tick"}
+    assert sum(dict(message["curves"]).get("loss", 0) for message in screen.messages[1:]) == 3
+    frame = screen.frame()
+    assert frame["phases"]["roles"][0] == "vision 0"
+    assert len(frame["phases"]["rows"]) == 6
+    assert frame["rates"]["language"]["now"] == pytest.approx(1e-3 * (1 - 8 / 1000))
+
+
+def test_a_reloaded_page_gets_the_history_again(shown: Dashboard, screen: Screen) -> None:
+    before = len(screen.messages)
+    say(shown, kind="hello")
+    until(lambda: len(screen.messages) > before)
+    assert screen.messages[before]["kind"] == "history"
+
+
+def test_a_restore_sends_the_history(shown: Dashboard, screen: Screen, started: SyntheticRun) -> None:
+    started.events.emit("lineage", id="b", parent="a", parent_step=2, step=2)
+    until(lambda: screen.messages[-1]["kind"] == "history" and screen.frame()["step"] == 2)
+    assert dict(screen.messages[-1]["curves"])["loss"] == 2
+
+
+def test_a_flood_of_steps_is_coalesced(started: SyntheticRun, screen: Screen) -> None:
+    dashboard = Dashboard(InboxRun(started.dir), started.dir, period=0.1)
+    say(dashboard, kind="hello")
+    end = time.monotonic() + 1.0
+    while time.monotonic() < end:
+        started.train(10)
+        say(dashboard, kind="hello")
+    until(lambda: screen.frame().get("step") == started.step)
+    dashboard.close()
+    span = screen.times[-1] - screen.times[0]
+    assert len(screen.times) <= span / 0.1 + 2
+    assert started.step > 3 * len(screen.messages)
+
+
+def test_without_views_messages_become_rare(shown: Dashboard, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert shown._pause() == 0.02
+    monkeypatch.setattr(shown, "_seen", time.monotonic() - dashboards.SEEN_FOR - 1)
+    assert shown._pause() == dashboards.UNSEEN_PERIOD
+    say(shown, kind="here")
+    assert shown._pause() == 0.02
+
+
+def test_pause_and_end_replace_what_the_cell_holds(shown: Dashboard, screen: Screen, started: SyntheticRun) -> None:
+    (display_id,) = screen.outputs
+    started.train(1)
+    started.state("paused")
+    until(lambda: screen.published == 2)
+    assert "paused, step 6" in screen.outputs[display_id]["text/plain"]
+    assert any("widget-view" in kind for kind in screen.outputs[display_id])
+    started.state("running")
+    started.train(2)
+    started.finish()
+    until(lambda: screen.published == 3)
+    assert set(screen.outputs[display_id]) == {"image/png", "text/plain"}
+    assert "finished, step 8" in screen.outputs[display_id]["text/plain"]
+    until(lambda: shown.over)
+
+
+@pytest.mark.parametrize(
+    ("verb", "args", "expected"),
+    [
+        ("pause", {}, {}),
+        ("resume", {}, {}),
+        ("stop", {}, {}),
+        ("checkpoint", {}, {}),
+        ("step", {"n": 3}, {"n": 3}),
+        ("set", {"key": "train.language.lr", "value": 1e-4}, {"values": {"train.language.lr": 1e-4}}),
+    ],
+)
+def test_buttons_send_commands_and_show_the_answer(
+    shown: Dashboard, screen: Screen, started: SyntheticRun, verb: str, args: dict[str, Any], expected: dict[str, Any]
+) -> None:
+    thread = threading.Thread(
+        target=say, args=(shown,), kwargs={"kind": "command", "token": "t", "verb": verb, "args": args}
+    )
+    thread.start()
+    thread.join(2)
+    assert not thread.is_alive()
+    until(lambda: screen.frame()["waiting"])
+    assert screen.frame()["heard"][-1]["refusal"] == ""
+    assert started.answer() == [verb]
+    until(lambda: screen.frame()["acked"] and not screen.frame()["waiting"])
+    assert "applied after step 5 on 6 ranks" in screen.frame()["acked"]["text"]
+    command = next(event for event in shown.feed.recent if event["kind"] == "command")
+    assert command["args"] == expected
+
+
+def test_a_refused_command_is_told_to_the_view(started: SyntheticRun) -> None:
+    class Refusing(InboxRun):
+        def set(self, key: str, value: Any) -> None:
+            raise PlanError("train.language.lr must be at least 0")
+
+    controls = Controls(Refusing(started.dir), started.dir)
+    controls.handle({"token": "a", "verb": "set", "args": {"key": "train.language.lr", "value": -1}})
+    controls.handle({"token": "b", "verb": "explode", "args": {}})
+    refusals = {entry["token"]: entry["refusal"] for entry in controls.heard()}
+    assert refusals == {"a": "train.language.lr must be at least 0", "b": "unknown command 'explode'"}
+    assert controls.waiting() == []
+
+
+class Shell:
+    """The part of an IPython shell that shows objects."""
+
+    def __init__(self) -> None:
+        from IPython.core.formatters import DisplayFormatter
+
+        self.display_formatter = DisplayFormatter()
+
+
+def test_runs_show_as_dashboards_in_a_shell(started: SyntheticRun, screen: Screen) -> None:
+    from mmlab.lab import Run
+
+    shell = Shell()
+    install(shell)
+    install(shell)
+    started.train(2)
+    run = Run(started.dir)
+    assert shell.display_formatter.ipython_display_formatter(run)
+    assert shell.display_formatter.ipython_display_formatter(run)
+    assert len(screen.outputs) == 2
+    views = {output["application/vnd.jupyter.widget-view+json"]["model_id"] for output in screen.outputs.values()}
+    assert len(views) == 1
+    started.finish()
+    until(lambda: all("finished" in output["text/plain"] for output in screen.outputs.values()))
+
+
+def test_an_ended_run_shows_its_picture(started: SyntheticRun, screen: Screen) -> None:
+    from mmlab.lab import Run
+
+    started.train(2)
+    started.finish()
+    Faces().show(Run(started.dir))
+    (output,) = screen.outputs.values()
+    assert set(output) == {"image/png", "text/plain"}

@@ -1,0 +1,99 @@
+"""The feed: what a run's folder says, read a piece at a time."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+from synthetic import SyntheticRun
+
+from mmlab.errors import MmlabError
+from mmlab.messages import PHASES
+from mmlab.ui import feed as feeds
+from mmlab.ui.feed import Feed
+
+
+def read(run: SyntheticRun, **options: int) -> Feed:
+    feed = Feed(run.dir, **options)
+    feed.read()
+    feed.look()
+    return feed
+
+
+def test_follows_steps_state_and_evaluations(started: SyntheticRun) -> None:
+    started.train(30)
+    started.evaluate()
+    feed = read(started)
+    assert (feed.state, feed.step, feed.steps) == ("running", 30, 120)
+    assert len(feed.curves["loss"]) == 30
+    assert len(feed.curves["held_out"]) == len(feed.curves["swapped"]) == 1
+    assert feed.last["step"] == 30
+    assert feed.read() == 0
+    started.train(5)
+    seen: list[int] = []
+    assert feed.read(lambda event: seen.append(event["step"])) == 5
+    assert seen == [31, 32, 33, 34, 35]
+    assert feed.step == 35
+
+
+def test_a_restore_takes_the_curves_back(started: SyntheticRun) -> None:
+    started.train(40)
+    feed = read(started)
+    started.events.emit("lineage", id="b", parent="a", parent_step=25, step=25)
+    started.step = 25
+    feed.read()
+    assert (feed.step, feed.cuts, len(feed.curves["loss"])) == (25, 1, 25)
+    started.train(1)
+    feed.read()
+    assert list(feed.curves["loss"].points()[0]) == list(range(1, 27))
+
+
+def test_live_values_follow_accepted_commands(started: SyntheticRun) -> None:
+    values = {"train.language.lr": 5e-4, "train.steps": 77}
+    started.events.emit("command", id="1", verb="set", args={"values": values}, ok=True, ranks=[0], message="", step=0)
+    refused = {"train.vision.lr": 9.0}
+    started.events.emit("command", id="2", verb="set", args={"values": refused}, ok=False, ranks=[], message="", step=0)
+    feed = read(started)
+    assert feed.rates["language"] == 5e-4
+    assert feed.rates["vision"] == started.plan.train.vision.lr
+    assert feed.steps == 77
+    assert [event["id"] for event in feed.commands] == ["1", "2"]
+
+
+def test_phases_are_means_over_the_last_steps(started: SyntheticRun) -> None:
+    for step, seconds in ((1, 1.0), (2, 3.0)):
+        phases = [[seconds] * len(PHASES)] * 6
+        started.events.emit("step", step=step, loss=1.0, phases=phases)
+    assert read(started).phases() == [[2.0] * len(PHASES)] * 6
+
+
+def test_memory_is_bounded_for_long_runs(started: SyntheticRun, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(feeds, "READ_LIMIT", 20_000)
+    started.train(2000)
+    feed = read(started, capacity=200)
+    assert feed.step == 2000
+    assert all(len(series) <= 202 for series in feed.curves.values())
+
+
+def test_a_dead_rank_fails_the_run_in_the_feed(started: SyntheticRun) -> None:
+    started.train(3)
+    dead = os.fork()
+    if dead == 0:
+        os._exit(0)
+    os.waitpid(dead, 0)
+    path = started.paths.ranks / "rank-3.beacon"
+    data = bytearray(path.read_bytes())
+    data[8:12] = dead.to_bytes(4, "little")
+    host = os.uname().nodename.encode()
+    data[-64:] = host.ljust(64, b"\0")
+    path.write_bytes(data)
+    feed = read(started)
+    assert feed.state == "failed"
+    assert "rank 3" in feed.reason
+    assert feed.ended
+
+
+def test_a_folder_that_is_no_run_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(MmlabError, match=r"run\.json"):
+        Feed(tmp_path)
