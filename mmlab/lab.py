@@ -374,7 +374,7 @@ class Lab:
             raise LabError(f"lab {self.id} has ended; start another with mmlab.Lab()")
         for folder in self.info().get("runs", []):
             run = Run(folder)
-            if folder != str(restarted) and run.status()["state"] not in ENDED:
+            if folder != str(restarted) and run.status()["state"] not in ENDED and not run._record.stopping():
                 raise LabError(
                     f"lab {self.id} is busy with run {run.id}; run.stop() and run.wait() first, or Lab() anew"
                 )

@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import inspect
 import json
 import logging
 import os
 import sys
 import threading
 import time
-from collections.abc import Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,13 +27,15 @@ from traitlets.config import Config
 
 from mmlab.cluster.engine import call
 from mmlab.cluster.engine_main import CONNECTION
-from mmlab.cluster.processes import Tracked, tracked, with_descendants
-from mmlab.cluster.registry import LabConfig
+from mmlab.cluster.processes import Tracked, end_all, tracked, with_descendants
+from mmlab.cluster.registry import LabConfig, remove_files
 from mmlab.errors import LabError
 from mmlab.messages.files import process_alive, read_json
 
-TICK = 0.05
-"""Seconds between looks at who has registered and who has gone."""
+TICK = 0.1
+"""Seconds between looks at who has registered."""
+SCAN = 2.0
+"""Seconds between looks at all processes of this host, a few milliseconds each."""
 ANSWER = 60.0
 """Seconds in which an engine answers a call that needs no work of it."""
 
@@ -49,17 +50,14 @@ class EngineInfo:
     host: str
     local: bool
 
-    @property
-    def gone(self) -> bool:
-        """Whether its process is known to have ended (other hosts: see `Engines.lost`)."""
-        return self.local and not process_alive(self.pid, self.started)
-
 
 class Engines:
     """Keeps `wanted` engines up, one replaced when it ends; `problem` says why it cannot."""
 
-    def __init__(self, config: LabConfig, host: str, log: logging.Logger) -> None:
+    def __init__(self, config: LabConfig, host: str, log: logging.Logger, idle: Callable[[], bool]) -> None:
+        """`idle` says whether no run is at work, so that engines may be replaced."""
         self.config = config
+        self._idle = idle
         self.host = host
         self.log = log
         self.wanted = config.engines
@@ -71,6 +69,9 @@ class Engines:
         self._greeted: dict[int, tuple[Any, float]] = {}
         self._gone: set[int] = set()
         self._expected: list[float] = []
+        self._controller: Tracked | None = None
+        self._processes: list[Tracked] = []
+        self._scanned = 0.0
         self._lock = threading.Lock()
         self._end = threading.Event()
         self._loop = asyncio.new_event_loop()
@@ -83,33 +84,57 @@ class Engines:
         return bool(self.config.profile)
 
     def up(self) -> list[EngineInfo]:
-        """The engines that answered and live, in the order in which ranks are given to them."""
+        """The engines that answered and live, by ipyparallel's id."""
         with self._lock:
-            return [engine for engine in self._up if not self.lost(engine)]
+            return sorted((engine for engine in self._up if not self.lost(engine)), key=lambda engine: engine.id)
 
     def lost(self, engine: EngineInfo) -> bool:
-        """Whether an engine has ended: its process here is gone, or the controller has said that it left."""
-        return engine.gone or engine.id in self._gone
+        """Whether an engine has ended, as of the last `look`."""
+        return engine.id in self._gone
+
+    def look(self) -> None:
+        """Notice engines that ended: their process here is gone, or the controller says that they left."""
+        client = self._client
+        ids = set(client.ids) if client is not None else set()
+        with self._lock:
+            for engine in self._up:
+                here = engine.local and not process_alive(engine.pid, engine.started)
+                if here or (not engine.local and self.connected and engine.id not in ids):
+                    self._gone.add(engine.id)
+
+    @property
+    def connected(self) -> bool:
+        """Whether calls can reach engines: there is a controller, and it has not ended."""
+        return self._client is not None and (self._controller is None or self._controller.alive)
 
     def ensure(self, n: int) -> None:
         """Have at least `n` engines from now on."""
         self.wanted = max(self.wanted, n)
 
     def processes(self) -> list[Tracked]:
-        """Every process of this host that the lab has started: launchers' children, controller, schedulers, nannies."""
-        roots = []
+        """Every process of this host that the lab has started: controller, schedulers, engines, nannies, workers.
+
+        Looked up every SCAN seconds; what was seen once is remembered, orphans of a killed controller too.
+        """
+        if time.monotonic() - self._scanned > SCAN:
+            self._scanned = time.monotonic()
+            self._processes = with_descendants([*self._launched(), *self._processes])
+        return self._processes
+
+    def _launched(self) -> Iterator[Tracked]:
+        """What the launchers started on this host, and the engines that answered from it."""
         cluster = self.cluster
-        if cluster is not None:
-            launchers = [("controller", cluster.controller)]
-            for engine_set in list(cluster.engines.values()):
-                local = getattr(engine_set, "launchers", None)
-                launchers += [("engine", one) for one in (list(local.values()) if local else [engine_set])]
-            for kind, launcher in launchers:
-                process = getattr(launcher, "process", None)
-                if isinstance(process, psutil.Process) and (record := tracked(process, kind)):
-                    roots.append(record)
-        roots += [Tracked(engine.pid, engine.started, "engine") for engine in self.up() if engine.local]
-        return with_descendants(roots)
+        if cluster is None:
+            return
+        launchers = [("controller", cluster.controller)]
+        for engine_set in list(cluster.engines.values()):
+            local = getattr(engine_set, "launchers", None)
+            launchers += [("engine", one) for one in (list(local.values()) if local else [engine_set])]
+        for kind, launcher in launchers:
+            process = getattr(launcher, "process", None)
+            if isinstance(process, psutil.Process) and (record := tracked(process, kind)):
+                yield record
+        yield from (Tracked(engine.pid, engine.started, "engine") for engine in self.up() if engine.local)
 
     def cancel_commands(self) -> list[list[str]]:
         """What cancels the batch jobs of this lab, for whoever cleans up after a killed keeper."""
@@ -131,8 +156,8 @@ class Engines:
         LabError when one ends, raises, or does not answer within `timeout` seconds.
         """
         client = self._client
-        if client is None:
-            raise LabError("the engines are not connected yet")
+        if client is None or not self.connected:
+            raise LabError("the engines are not connected: the controller has ended, or not started yet")
         results = [client[e.id].apply_async(call, method, *a) for e, a in zip(engines, arguments, strict=True)]
         end = time.monotonic() + timeout
         for engine, result in zip(engines, results, strict=True):
@@ -171,6 +196,10 @@ class Engines:
             self._end.wait(TICK)
 
     def _tick(self) -> None:
+        if self._controller is not None and not self._controller.alive:
+            if not self._idle():
+                return  # ranks do not need it; all is made anew when the run has ended
+            self._forget_cluster()
         if self.cluster is None:
             self._start_cluster()
         self._reap()
@@ -208,9 +237,31 @@ class Engines:
             return cluster
 
         cluster = self._run(start(), ANSWER)
+        process = getattr(cluster.controller, "process", None)
+        self._controller = tracked(process, "controller") if isinstance(process, psutil.Process) else None
         if not self.batch:
             os.environ[CONNECTION] = str(self._connection_file(cluster, "engine"))
         self.cluster = cluster
+
+    def _forget_cluster(self) -> None:
+        """End what is left of a cluster whose controller has ended; the next tick starts another.
+
+        LabError when it never came up, with the end of what it said.
+        """
+        assert self.cluster is not None
+        never_up = self._client is None
+        said = self.cluster.controller.get_output().strip()[-1000:] if never_up else ""
+        self.log.warning("the controller ended; all engines are started anew")
+        self._scanned = 0.0
+        end_all(self.processes(), "")
+        remove_files(self.cluster.profile_dir, self.cluster.cluster_id)
+        with self._lock:
+            client, self._client, self.cluster, self._controller = self._client, None, None, None
+            self._up, self._greeted, self._gone, self._expected = [], {}, set(), []
+        if client is not None:
+            client.close()
+        if never_up:
+            raise LabError(f"the controller ended while it started, and said:\n{said}")
 
     def _connection_file(self, cluster: ipp.Cluster, side: str) -> Path:
         return Path(cluster.profile_dir, "security", f"ipcontroller-{cluster.cluster_id}-{side}.json")
@@ -231,11 +282,6 @@ class Engines:
         if all(read_json(path) for path in paths):
             self._client = ipp.Client(str(paths[0]), timeout=ANSWER)
             return
-        status = self.cluster.controller.poll()
-        if not inspect.isawaitable(status) and status is not None:
-            raise LabError(
-                f"the controller ended while it started ({status}): {self.cluster.controller.get_output()[-2000:]}"
-            )
 
     def _greet(self, client: ipp.Client) -> None:
         """Ask who registered; those that answer are up."""
@@ -257,7 +303,6 @@ class Engines:
             elif time.monotonic() - asked > ANSWER:
                 del self._greeted[identity]
                 self._gone.add(identity)
-        self._gone |= {engine.id for engine in self._up if not engine.local} - ids
 
     def _reap(self) -> None:
         """Forget engines that ended, tell the controller, and give up on local ones that never came."""

@@ -49,8 +49,8 @@ class Keeper:
         self.me = this_process()
         self.closing = threading.Event()
         self.reason = ""
-        self.engines = Engines(config, self.me["host"], log)
         self.runs: list[ActiveRun] = []
+        self.engines = Engines(config, self.me["host"], log, self._idle)
         self._pending: list[ActiveRun] = []
         self._wake = threading.Condition()
         self._written: dict[str, Any] = {}
@@ -64,6 +64,7 @@ class Keeper:
             while not self.closing.is_set():
                 for request in take_requests(self.paths):
                     self._obey(request)
+                self.engines.look()
                 for run in self.runs:
                     if not run.ended:
                         watch(run, self.engines)
@@ -101,7 +102,7 @@ class Keeper:
                     self._wake.wait()
                 run = self._pending.pop(0)
             try:
-                launch(run, self.engines, self.closing.is_set)
+                launch(run, self.engines, self._idle, self.closing.is_set)
             except Stopped:
                 run.emit("state", state="stopped", reason="stopped before it started")
             except Exception as error:
@@ -110,9 +111,13 @@ class Keeper:
                 run.emit("state", state="failed", reason=text)
             run.read()
 
+    def _idle(self) -> bool:
+        """Whether no rank is at work (a run that waits for engines has none yet)."""
+        return not any(run.engines and not run.ended for run in self.runs)
+
     def _state(self) -> str:
         up = len(self.engines.up())
-        if up >= self.engines.wanted:
+        if up >= self.engines.wanted and self.engines.connected:
             return "ready"
         if self.engines.problem:
             return "failed"

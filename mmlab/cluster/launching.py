@@ -93,7 +93,7 @@ class Stopped(Exception):
     """The run was stopped before it started."""
 
 
-def launch(run: ActiveRun, engines: Engines, closing: Callable[[], bool]) -> None:
+def launch(run: ActiveRun, engines: Engines, idle: Callable[[], bool], closing: Callable[[], bool]) -> None:
     """Start a run on the engines; waits for engines that are lacking, or busy with the run before.
 
     What goes wrong once ranks have been told to start is written down as a failure of the run. Before that: LabError
@@ -106,7 +106,7 @@ def launch(run: ActiveRun, engines: Engines, closing: Callable[[], bool]) -> Non
         if closing() or stop_requested(run):
             raise Stopped
 
-    team = _gather(run, engines, check)
+    team = _gather(run, engines, idle, check)
     info = read_json(run.paths.run) or {}
     (store,) = engines.call(
         team[:1], "open_store", [("" if engines.batch else "127.0.0.1", engines.config.worker)], IMPORTS
@@ -141,13 +141,16 @@ def _write_refused(run: ActiveRun, engines: Engines, message: str) -> None:
         write_failure(run.paths.failures, run.generation, Failure(0, "rank 0", "start", 0, "exception", message))
 
 
-def _gather(run: ActiveRun, engines: Engines, check: Callable[[], None]) -> list[EngineInfo]:
-    """As many free engines as the run has ranks: in order of hosts, so that neighbouring ranks share one."""
+def _gather(run: ActiveRun, engines: Engines, idle: Callable[[], bool], check: Callable[[], None]) -> list[EngineInfo]:
+    """As many free engines as the run has ranks: in order of hosts, so that neighbouring ranks share one.
+
+    Waits for the run before, which may still be saving; engines that stay busy after it has ended are replaced.
+    """
     since: float | None = None
     while True:
         check()
         up = engines.up()
-        if len(up) < run.world:
+        if len(up) < run.world or not engines.connected or not idle():
             if engines.problem:
                 raise LabError(engines.problem)
             time.sleep(0.05)

@@ -46,24 +46,28 @@ def tracked(process: psutil.Process, kind: str) -> Tracked | None:
 
 
 def with_descendants(roots: Iterable[Tracked]) -> list[Tracked]:
-    """The living ones of these processes and all that they started."""
-    found: dict[int, Tracked] = {}
-    for root in roots:
-        if not root.alive:
-            continue
-        found.setdefault(root.pid, root)
+    """The living ones of these processes and all that they started, in one look at the process table."""
+    found = {root.pid: root for root in roots if root.alive}
+    children: dict[int, list[psutil.Process]] = {}
+    for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error):
-            for child in psutil.Process(root.pid).children(recursive=True):
-                record = tracked(child, f"child of {root.kind}")
-                if record:
-                    found.setdefault(record.pid, record)
+            children.setdefault(process.ppid(), []).append(process)
+    pending = list(found.values())
+    while pending:
+        parent = pending.pop()
+        for child in children.get(parent.pid, []):
+            kind = parent.kind if parent.kind.startswith("child of ") else f"child of {parent.kind}"
+            record = tracked(child, kind)
+            if record and record.pid not in found:
+                found[record.pid] = record
+                pending.append(record)
     return list(found.values())
 
 
 def marked(lab_id: str) -> Iterator[Tracked]:
-    """Living processes of this user that carry the lab's mark, this process excepted."""
+    """Living processes of this user that carry the lab's mark, this process excepted; none for an empty id."""
     for process in psutil.process_iter():
-        if process.pid == os.getpid():
+        if process.pid == os.getpid() or not lab_id:
             continue
         with contextlib.suppress(psutil.Error, OSError):
             if process.environ().get(MARK) == lab_id:
@@ -73,7 +77,7 @@ def marked(lab_id: str) -> Iterator[Tracked]:
 
 
 def end_all(records: Iterable[Tracked], lab_id: str, grace: float = GRACE) -> list[Tracked]:
-    """End these processes, what they started and whatever carries the lab's mark: SIGTERM, then SIGKILL.
+    """End these processes, what they started and whatever carries the lab's mark ("": no mark): SIGTERM, then SIGKILL.
 
     Returns those that live on (of another user, or in an uninterruptible call).
     """

@@ -124,6 +124,14 @@ class RunRecord:
         ranks = [self._rank(beacon, info, state) for beacon in beacons]
         return {"state": state, "reason": reason, "generation": generation, "ranks": ranks}
 
+    def stopping(self) -> bool:
+        """Whether a stop was sent and has not been carried out yet, or only just."""
+        waiting = [read_json(path) or {} for path in self.paths.control.glob("*.json")]
+        if any(command.get("verb") == "stop" for command in waiting):
+            return True
+        last = next((e for e in reversed(self.events()) if e["kind"] in ("command", "state")), {"kind": "state"})
+        return last["kind"] == "command" and last["verb"] == "stop" and bool(last["ok"])
+
     def failures(self) -> list[Failure]:
         """Failure records of the current generation, causes first."""
         return read_failures(self.paths.failures, self.info.get("generation", 0))

@@ -1,0 +1,130 @@
+"""How labs end: with their process, when idle, when closed; and what is left, which is nothing."""
+
+import os
+import signal
+import subprocess
+
+import pytest
+from conftest import FAKE, assert_ended, eventually, processes, python
+
+from mmlab.cluster import registry
+from mmlab.errors import LabError
+from mmlab.lab import Lab
+from mmlab.messages import read_json
+
+MAKE = "import mmlab, time; lab = mmlab.Lab({engines}, worker='fake_worker', outlive={outlive}, idle_timeout={idle});"
+TRAIN = (
+    "plan = mmlab.Plan.preset('laptop').with_('parallel.pp=1', 'train.steps=100000', {'name': 'fake'});"
+    "run = lab.train(plan); run.wait(step=2, timeout=60); print(lab.id, run.dir, flush=True);"
+)
+
+
+@pytest.fixture
+def alone(place, tmp_path, monkeypatch):
+    """A registry of the test's own, so that other labs are not seen."""
+    monkeypatch.setenv("JUPYTER_RUNTIME_DIR", str(tmp_path / "runtime"))
+    yield
+    for paths in registry.live_labs():
+        registry.force_end(paths, read_json(paths.state) or {})
+
+
+@pytest.fixture
+def owner(alone):
+    """Starts a process like a kernel or script that makes a lab; ends it afterwards."""
+    started = []
+
+    def start(code, outlive, idle=1800.0, engines=2):
+        arguments, environment = python(MAKE.format(outlive=outlive, idle=idle, engines=engines) + code)
+        process = subprocess.Popen(arguments, env=environment, stdout=subprocess.PIPE, text=True)
+        started.append(process)
+        return process
+
+    yield start
+    for process in started:
+        process.kill()
+        process.wait()
+        process.stdout.close()
+
+
+def test_a_lab_outlives_a_killed_kernel_and_its_run_is_steered_by_the_next(owner):
+    kernel = owner(TRAIN + "time.sleep(600)", outlive=True)
+    lab_id, run_dir = kernel.stdout.readline().split()
+    kernel.send_signal(signal.SIGKILL)
+    kernel.wait()
+    lab = Lab.attach()
+    assert lab.id == lab_id
+    run = lab.run
+    assert str(run.dir) == run_dir
+    step = run.status()["step"]
+    run.wait(step=step + 5, timeout=20)
+    assert run.pause().wait().ok
+    pids = processes(lab)
+    controller = next(p["pid"] for p in lab.info()["processes"] if p["kind"] == "controller")
+    os.kill(controller, signal.SIGKILL)  # orphans its schedulers
+    assert run.resume().wait().ok
+    run.stop().wait()
+    again = lab.train(run.plan)  # on engines that were started anew
+    again.wait(step=2, timeout=60)
+    pids += processes(lab)
+    lab.close()
+    assert_ended(pids, timeout=1.0)
+    assert lab.status()["state"] == "ended"
+    assert again.status()["state"] == "stopped"
+    with pytest.raises(LabError, match="has ended"):
+        lab.train(run.plan)
+    with pytest.raises(LabError, match="no lab lives"):
+        Lab.attach()
+    assert not list(registry.registry().iterdir())
+    assert not [p for p in (registry.Path(os.environ["IPYTHONDIR"])).rglob(f"*{lab_id}*") if p.is_file()]
+
+
+def test_a_script_takes_its_lab_along(owner):
+    script = owner(TRAIN, outlive=False)
+    lab_id, run_dir = script.stdout.readline().split()
+    state = read_json(registry.registry() / lab_id / "lab.json")
+    script.wait(30)
+    pids = [(p["pid"], p["started"]) for p in [*state["processes"], state["keeper"]]]
+    assert len(pids) > 3
+    assert_ended(pids)
+    from mmlab import Run
+
+    assert Run.open(run_dir).status()["state"] == "stopped"
+
+
+def test_an_idle_lab_ends_itself(owner):
+    kernel = owner("lab.wait(60); print(lab.id, flush=True)", outlive=True, idle=1.0, engines=1)
+    lab_id = kernel.stdout.readline().strip()
+    state = read_json(registry.registry() / lab_id / "lab.json")
+    assert kernel.wait(30) == 0
+    assert_ended([(p["pid"], p["started"]) for p in [*state["processes"], state["keeper"]]], timeout=20)
+    assert not (registry.registry() / lab_id).exists()
+
+
+def test_what_a_killed_keeper_leaves_is_cleaned_up(owner):
+    kernel = owner(TRAIN + "time.sleep(600)", outlive=True)
+    lab_id, run_dir = kernel.stdout.readline().split()
+    state = eventually(
+        lambda: (s := read_json(registry.registry() / lab_id / "lab.json")) and len(s["processes"]) > 3 and s
+    )
+    os.kill(state["keeper"]["pid"], signal.SIGKILL)
+    pids = [(p["pid"], p["started"]) for p in state["processes"]]
+    from mmlab import Run
+
+    status = eventually(lambda: (s := Run(run_dir).status())["state"] == "failed" and s, timeout=5)
+    assert "ended" in status["reason"]
+    assert Lab.live() == []
+    assert_ended(pids, timeout=3.0)
+    assert not (registry.registry() / lab_id).exists()
+
+
+def test_a_lab_that_cannot_be_written_down_is_refused(place, tmp_path, monkeypatch):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("JUPYTER_RUNTIME_DIR", str(tmp_path / "file"))
+    with pytest.raises(LabError, match="JUPYTER_RUNTIME_DIR"):
+        Lab(engines=1, worker=FAKE)
+
+
+def test_native_windows_is_refused_in_one_sentence(monkeypatch):
+    monkeypatch.setattr("sys.platform", "win32")
+    with pytest.raises(LabError, match="use WSL2"):
+        Lab()
