@@ -28,7 +28,8 @@ from traitlets.config import Config
 from mmlab.cluster.engine import call
 from mmlab.cluster.engine_main import CONNECTION
 from mmlab.cluster.processes import Tracked, end_all, tracked, with_descendants
-from mmlab.cluster.registry import LabConfig, remove_files
+from mmlab.cluster.queue import Queue
+from mmlab.cluster.registry import LabConfig, registry, remove_files
 from mmlab.errors import LabError
 from mmlab.messages.files import process_alive, read_json
 
@@ -69,6 +70,8 @@ class Engines:
         self._greeted: dict[int, tuple[Any, float]] = {}
         self._gone: set[int] = set()
         self._expected: list[float] = []
+        self._asked = True
+        self._queue = Queue()
         self._controller: Tracked | None = None
         self._processes: list[Tracked] = []
         self._scanned = 0.0
@@ -108,8 +111,9 @@ class Engines:
         return self._client is not None and (self._controller is None or self._controller.alive)
 
     def ensure(self, n: int) -> None:
-        """Have at least `n` engines from now on."""
+        """Have at least `n` engines. A batch job is submitted when somebody asks, not for every engine that ends."""
         self.wanted = max(self.wanted, n)
+        self._asked = True
 
     def processes(self) -> list[Tracked]:
         """Every process of this host that the lab has started: controller, schedulers, engines, nannies, workers.
@@ -204,7 +208,8 @@ class Engines:
             self._start_cluster()
         self._reap()
         missing = self.wanted - len(self.up()) - len(self._expected)
-        if missing > 0:
+        if missing > 0 and (self._asked or not self.batch):
+            self._asked = False
             self._start_engines(missing)
         if self._client is None:
             self._connect()
@@ -223,6 +228,7 @@ class Engines:
             # engines on other hosts: reachable, therefore encrypted; and a queue may take hours
             arguments |= {"profile": self.config.profile, "controller_ip": "*", "engine_timeout": 2**31 - 1}
             arguments |= {"controller_args": ["--IPController.enable_curve=True"]}
+            more.BatchSystemLauncher.batch_file_name = str(registry() / self.config.id / "job.sh")
         else:
             arguments |= {"profile": "default", "engines": "local", "controller": "local", "load_profile": False}
             arguments |= {
@@ -273,6 +279,7 @@ class Engines:
         job = getattr(engine_set, "job_id", "")
         if job:
             self.job_ids.append(str(job))
+            self._queue = Queue(slurm="slurm" in type(engine_set).__name__.lower())
         self._expected += [time.monotonic()] * n
 
     def _connect(self) -> None:
@@ -311,11 +318,21 @@ class Engines:
                 self._up.remove(engine)
             self._gone.add(engine.id)
             self.log.warning("engine %s (pid %s on %s) ended", engine.id, engine.pid, engine.host)
-            if engine.local and self._client is not None and engine.id in self._client.ids:
+            if not self.batch and self._client is not None and engine.id in self._client.ids:
                 self._unregister(engine.id)
-        if not self.batch and self._expected and time.monotonic() - self._expected[0] > self.config.start_timeout:
+        if not self._expected:
+            return
+        if not self.batch and time.monotonic() - self._expected[0] > self.config.start_timeout:
             self._expected.clear()
             raise LabError(f"engines did not start within {self.config.start_timeout:g} s; see {self._engine_logs()}")
+        if self.job_ids and self._queue.left(self.job_ids[-1]):
+            self._expected.clear()
+            raise LabError(f"job {self.job_ids[-1]} left the queue without engines; see {self._engine_logs()}")
+
+    @property
+    def queue_state(self) -> str:
+        """What the batch system says about the newest job, such as "PENDING (Resources)"; empty where unknown."""
+        return self._queue.state
 
     def _unregister(self, identity: int) -> None:
         """Tell the controller that an engine left, as a nanny would; else 30 s of missed heartbeats pass."""

@@ -132,7 +132,7 @@ class Keeper:
             "state": state,
             "engines": self.engines.wanted,
             "ready": len(up),
-            "reason": self.reason or self.engines.problem,
+            "reason": self.reason or self.engines.problem or (self.engines.queue_state if state == "queued" else ""),
             "job": ", ".join(self.engines.job_ids),
             "keeper": self.me,
             "profile": self.config.profile,

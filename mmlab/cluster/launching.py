@@ -150,9 +150,11 @@ def _gather(run: ActiveRun, engines: Engines, idle: Callable[[], bool], check: C
     while True:
         check()
         up = engines.up()
-        if len(up) < run.world or not engines.connected or not idle():
-            if engines.problem:
-                raise LabError(engines.problem)
+        lacking = len(up) < run.world or not engines.connected
+        if lacking and engines.problem:
+            raise LabError(engines.problem)
+        if lacking or not idle():
+            engines.ensure(run.world)
             time.sleep(0.05)
             continue
         hosts = list(dict.fromkeys(engine.host for engine in up))

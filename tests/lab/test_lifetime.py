@@ -5,7 +5,7 @@ import signal
 import subprocess
 
 import pytest
-from conftest import FAKE, assert_ended, eventually, processes, python
+from conftest import assert_ended, eventually, processes, python
 
 from mmlab.cluster import registry
 from mmlab.errors import LabError
@@ -121,7 +121,7 @@ def test_a_lab_that_cannot_be_written_down_is_refused(place, tmp_path, monkeypat
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("JUPYTER_RUNTIME_DIR", str(tmp_path / "file"))
     with pytest.raises(LabError, match="JUPYTER_RUNTIME_DIR"):
-        Lab(engines=1, worker=FAKE)
+        Lab(engines=1)
 
 
 def test_native_windows_is_refused_in_one_sentence(monkeypatch):
