@@ -1,0 +1,191 @@
+"""What watching a run costs: steps per second with telemetry, event log and an open dashboard, against without them.
+
+Both sides are whole sessions of the trainer in the same warm ranks, which take turns in short blocks, so that whatever
+else the machine does hits both. `on`: phase times of each rank, beacons, traces, the event log, and a dashboard in
+another process that reads the run and sends to its widget ten times a second. `off`: none of these; the dashboard's
+process is stopped meanwhile.
+
+    python tests/benchmarks/telemetry.py [PLAN] [--rounds 24] [--steps 5] [--json FILE]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+PERIOD = 0.1
+"""Seconds between the dashboard's looks at the run and messages to its views."""
+WARM_STEPS = 3
+"""Steps of each side before anything is timed: allocators, caches, connections."""
+MOST_STEPS = 1_000_000
+
+
+# -- the ranks
+
+
+def session(plan, paths, mesh, listener, watched):
+    """The trainer's own session; not watched means no telemetry, beacon, trace or event log."""
+    from mmlab.messages import Beacon
+    from mmlab.parallel.watch import Watch
+    from mmlab.train.build import build
+    from mmlab.train.session import Session
+
+    rank, role = mesh.place.rank, mesh.place.label
+    if watched:
+        beacon = Beacon(paths.ranks / f"rank-{rank}.beacon", rank, role, os.uname().nodename, 1)
+        watch = Watch(beacon, paths.traces / f"rank-{rank}.jsonl")
+    else:
+        plan = plan.with_({"tracking.telemetry": False, "tracking.trace_every": 0})
+        watch = Watch(telemetry=False)
+    made = Session(plan, paths, mesh, build(plan, mesh), watch, listener)
+    if not watched and made.log is not None:
+        made.log.close()
+        made.log = None
+    made.start(None)
+    made.emit("state", step=0, state="running", reason="")
+    return made
+
+
+def block(made, steps):
+    """Seconds for a block of steps on all ranks, from barrier to barrier."""
+    made.channel.gather(None)
+    began = time.perf_counter()
+    for _ in range(steps):
+        made.step()
+        made.apply_commands()
+    made.channel.gather(None)
+    return time.perf_counter() - began
+
+
+def alternate(rank, world, host, port, run_dir, dashboard, rounds, steps):
+    """Seconds of each block by side; the side that goes first changes from round to round."""
+    import torch
+    import torch.distributed as dist
+
+    from mmlab.messages import RunPaths
+    from mmlab.parallel.abort import SocketLedger
+    from mmlab.parallel.mesh import build_mesh, close_mesh
+    from mmlab.plan import Plan
+    from mmlab.train.control import Listener
+
+    paths = RunPaths(Path(run_dir))
+    plan = Plan.load(paths.plan)
+    store = dist.TCPStore(host, port, is_master=False)
+    mesh = build_mesh(plan, plan.layout(), rank, store, torch.device("cpu"))
+    listener = Listener(paths, rank, 1, SocketLedger())
+    sides = {name: session(plan, paths, mesh, listener, name == "on") for name in ("off", "on")}
+    found: dict[str, list[float]] = {"on": [], "off": []}
+    try:
+        for made in sides.values():
+            block(made, WARM_STEPS)
+        for number in range(rounds):
+            for name in ("on", "off") if number % 2 else ("off", "on"):
+                if rank == 0:
+                    os.kill(dashboard, signal.SIGCONT if name == "on" else signal.SIGSTOP)
+                found[name].append(block(sides[name], steps))
+    finally:
+        for made in sides.values():
+            made.close()
+        listener.close()
+        close_mesh(mesh)
+    return found
+
+
+# -- the dashboard
+
+
+def watch_run(run_dir):
+    """A dashboard of the run, as a kernel has it, with a view that tells that it is there."""
+    from mmlab.lab import Run
+    from mmlab.ui.dashboard import Dashboard
+
+    dashboard = Dashboard(Run(run_dir), run_dir, period=PERIOD)
+    print("watching", flush=True)
+    parent = os.getppid()
+    while os.getppid() == parent:
+        dashboard.board._handle_custom_msg({"kind": "here"}, [])
+        time.sleep(5)
+
+
+# -- the measurement
+
+
+def measure(plan, rounds, steps):
+    """Medians of steps per second of both sides and the overhead in percent, for a plan of at least two ranks."""
+    from mmlab.cluster.pool import RankPool
+    from mmlab.messages import read_events
+    from mmlab.messages.runs import create_run
+
+    plan = plan.with_({"train.steps": MOST_STEPS, "checkpoint.every_steps": 0, "checkpoint.at_end": False})
+    with tempfile.TemporaryDirectory(prefix="mmlab-telemetry-") as folder:
+        paths = create_run(Path(folder), "telemetry", plan.dumps(), plan.world_size, MOST_STEPS, generation=1)
+        command = [sys.executable, __file__, "--watch", str(paths.root)]
+        # A group of its own: should this process be killed, the kernel ends the stopped dashboard (SIGHUP).
+        with subprocess.Popen(command, stdout=subprocess.PIPE, process_group=0) as dashboard:
+            try:
+                assert dashboard.stdout is not None
+                if dashboard.stdout.readline() != b"watching\n":
+                    raise RuntimeError("the dashboard did not start")
+                with RankPool(plan.world_size) as pool:
+                    arguments = (str(paths.root), dashboard.pid, rounds, steps)
+                    seconds = pool.run("telemetry:alternate", *arguments, timeout=3600)[0]
+            finally:
+                dashboard.kill()
+        logged = sum(event["kind"] == "step" for event in read_events(paths.events)[0])
+    return summary(plan, seconds, steps) | {"logged": logged}
+
+
+def summary(plan, seconds, steps) -> dict[str, Any]:
+    """Medians, their ratio, and the quartiles of the ratios of neighbouring blocks."""
+    rates = {name: [steps / s for s in values] for name, values in seconds.items()}
+    median = {name: statistics.median(values) for name, values in rates.items()}
+    pairs = [off / on for on, off in zip(rates["on"], rates["off"], strict=True)]
+    return {
+        "plan": plan.name,
+        "ranks": plan.world_size,
+        "rounds": len(pairs),
+        "steps_a_block": steps,
+        "on_steps_per_s": median["on"],
+        "off_steps_per_s": median["off"],
+        "overhead_percent": 100 * (median["off"] / median["on"] - 1),
+        "overhead_percent_of_pairs": [100 * (value - 1) for value in statistics.quantiles(pairs, n=4)],
+        "seconds": seconds,
+    }
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("plan", nargs="?", default="quickstart", help="a plan's TOML file or a preset's name")
+    parser.add_argument("--rounds", type=int, default=24, help="alternations, each a block of both sides")
+    parser.add_argument("--steps", type=int, default=5, help="steps of a block")
+    parser.add_argument("--json", type=Path, help="write the results to this file")
+    parser.add_argument("--watch", help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.watch:
+        watch_run(arguments.watch)
+        return
+    from mmlab.plan import Plan
+
+    found = measure(Plan.load(arguments.plan), arguments.rounds, arguments.steps)
+    if arguments.json:
+        arguments.json.write_text(json.dumps(found, indent=1))
+    low, middle, high = found["overhead_percent_of_pairs"]
+    print(f"{found['plan']}, {found['ranks']} ranks, {found['rounds']} rounds of {found['steps_a_block']} steps a side")
+    print(f"watched   {found['on_steps_per_s']:.3f} steps/s (median)")
+    print(f"unwatched {found['off_steps_per_s']:.3f} steps/s (median)")
+    print(f"overhead {found['overhead_percent']:.2f} % (ratio of medians)")
+    print(f"of neighbouring blocks: median {middle:.2f} %, quartiles {low:.2f} % and {high:.2f} %")
+
+
+if __name__ == "__main__":
+    main()
