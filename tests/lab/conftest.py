@@ -8,8 +8,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from mmlab import Plan
+from mmlab import Plan, Run
 from mmlab.lab import Lab
+from mmlab.tracking import ENDED
 
 HERE = Path(__file__).parent
 FAKE = "fake_worker"
@@ -52,9 +53,10 @@ def lab(place):
 def free_lab(lab):
     """The shared lab, with no run at work before and after."""
     yield lab
-    if lab.run is not None and lab.run.status()["state"] in ("queued", "starting", "running", "paused"):
-        lab.run.stop()
-        eventually(lambda: lab.run.status()["state"] in ("stopped", "finished", "failed"))
+    for run in [Run(folder) for folder in lab.info()["runs"]]:
+        if run.status()["state"] not in ENDED:
+            run.stop()
+            eventually(lambda run=run: run.status()["state"] in ENDED)
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""In a real Jupyter kernel: cells return at once, waiting shows a bar and can be interrupted, a restart loses nothing."""
+"""In a real Jupyter kernel: cells return at once, waiting can be interrupted, a restart loses nothing."""
 
 import queue
 import time
@@ -73,7 +73,7 @@ def test_waiting_shows_a_bar_and_an_interrupt_ends_only_the_waiting(free_lab, ke
     assert 'max="100000"' in waited["html"]
     assert len(waited["error"]) == 1
     assert waited["error"][0].startswith("stopped waiting; run ")
-    assert "running" in kernel.run("print(run.status()['state'])")["text"]
+    assert kernel.run("print(run.status()['state'])")["text"].strip() in ("queued", "starting", "running")
     done = kernel.run("import asyncio\nrun.stop()\nprint((await run).status()['state'])")
     assert done["text"] == "stopped\n"
 
