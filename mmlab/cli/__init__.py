@@ -5,8 +5,6 @@ Exit codes: 0 done; 1 the input or the plan is at fault; 2 the run failed; 130 i
 
 from __future__ import annotations
 
-import contextlib
-import os
 import sys
 from typing import NoReturn
 
@@ -48,10 +46,6 @@ def run_command(arguments: list[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return INTERRUPTED
-    except BrokenPipeError:  # the reader of our output (`mmlab runs | head`) has gone
-        with contextlib.suppress(OSError):
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
     except SystemExit as exit_:
         code = exit_.code if isinstance(exit_.code, int) else 1
         return 1 if code == 2 else code  # wrong usage is the user's input at fault: 2 is kept for failed runs

@@ -75,7 +75,7 @@ def list_labs() -> None:
 
     from mmlab.lab import Lab
 
-    found = Lab.list()
+    found = Lab.live()
     if not found:
         console().print("no live labs")
         return
@@ -97,7 +97,7 @@ def close(
 
     if bool(name) == all_:
         raise LabError("name a lab, or give --all; `mmlab labs` lists them")
-    for lab_id in [name] if name else [one.id for one in Lab.list()]:
+    for lab_id in [name] if name else [one.id for one in Lab.live()]:
         Lab.attach(lab_id).close()
         console().print(f"closed {lab_id}")
 

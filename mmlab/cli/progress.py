@@ -78,14 +78,17 @@ def _follow_lines(feed: Feed, out: Console, lab_status: Callable[[], str] | None
     goes_on = True
     while goes_on:
         goes_on = _turn(feed)
+        lines = []
+        if feed.step >= next_step:
+            lines.append(f"step {feed.step}/{feed.steps}  {rates(feed)}")
+            next_step = feed.step + max(1, feed.steps // LINES)
         if feed.state != state:
             state = feed.state
-            out.print(state)
+            lines.insert(len(lines) if feed.ended else 0, state)
         if lab_status is not None and state in ("queued", "starting") and (text := lab_status()) != note:
             note = text
-            out.print(note)
-        if feed.step >= next_step:
-            out.print(f"step {feed.step}/{feed.steps}  {rates(feed)}")
-            next_step = feed.step + max(1, feed.steps // LINES)
+            lines.append(note)
+        for line in lines:
+            out.print(line, markup=False)
         if goes_on:
             time.sleep(POLL)

@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-from synthetic import InboxRun, SyntheticRun
 
 from mmlab.errors import PlanError
 from mmlab.ui import dashboard as dashboards
@@ -16,6 +15,7 @@ from mmlab.ui.charts import Board
 from mmlab.ui.controls import Controls
 from mmlab.ui.dashboard import Dashboard
 from mmlab.ui.shell import Faces, install
+from ui.synthetic import InboxRun, SyntheticRun
 
 
 class Screen:

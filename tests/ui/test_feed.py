@@ -6,12 +6,12 @@ import os
 from pathlib import Path
 
 import pytest
-from synthetic import SyntheticRun
 
 from mmlab.errors import MmlabError
 from mmlab.messages import PHASES
 from mmlab.ui import feed as feeds
 from mmlab.ui.feed import Feed
+from ui.synthetic import SyntheticRun
 
 
 def read(run: SyntheticRun, **options: int) -> Feed:

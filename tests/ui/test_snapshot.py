@@ -6,11 +6,11 @@ import io
 
 import pytest
 from PIL import Image
-from synthetic import SyntheticRun
 
 from mmlab.ui import picture
 from mmlab.ui.snapshot import snapshot, spark
 from mmlab.ui.words import command_text, duration, event_text, number
+from ui.synthetic import SyntheticRun
 
 
 def test_text_names_state_step_loss_ranks_and_events(started: SyntheticRun) -> None:
