@@ -39,6 +39,7 @@ from mmlab.train.control import Listener
 from mmlab.train.job import Job
 from mmlab.train.loop import train
 from mmlab.train.session import Session
+from mmlab.train.step import NotFinite
 
 Fault = Callable[[int, int, str], None]
 """A scripted fault: called with (rank, step, phase) whenever a phase begins."""
@@ -62,6 +63,22 @@ def routable_address(hint: str = "") -> str:
             if address.family == socket.AF_INET and not address.address.startswith("127."):
                 return str(address.address)
     return "127.0.0.1"
+
+
+def bind_gloo(store_host: str) -> None:
+    """Let gloo use the interface that leads to the store: by itself it takes whatever the host's name resolves to.
+
+    The user's own GLOO_SOCKET_IFNAME is left as it is.
+    """
+    if os.environ.get("GLOO_SOCKET_IFNAME") or not store_host:
+        return
+    with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((store_host, 9))
+        mine = probe.getsockname()[0]
+        for name, addresses in psutil.net_if_addrs().items():
+            if any(address.address == mine for address in addresses):
+                os.environ["GLOO_SOCKET_IFNAME"] = name
+                return
 
 
 def open_store(host_hint: str = "") -> tuple[str, int, dist.TCPStore]:
@@ -137,6 +154,7 @@ def _watch(plan: Plan, paths: RunPaths, job: Job, fault: Fault | None) -> Watch:
 def _join(job: Job) -> dist.Store | None:
     if not job.store_host:
         return None  # torchrun: the environment says where
+    bind_gloo(job.store_host)
     return dist.TCPStore(job.store_host, job.store_port, is_master=False, timeout=STORE_TIMEOUT)
 
 
@@ -156,7 +174,9 @@ def _run(plan: Plan, paths: RunPaths, mesh: Mesh, watch: Watch, listener: Listen
 
 
 def _kind(error: BaseException) -> str:
-    """memory, peer (a collective broke because another rank left) or exception."""
+    """input (the user's), memory, peer (a collective broke because another rank left) or exception."""
+    if isinstance(error, MmlabError):
+        return "input" if error.exit_code == 1 and not isinstance(error, NotFinite) else "exception"
     text = str(error).lower()
     if isinstance(error, MemoryError | torch.OutOfMemoryError) or any(mark in text for mark in _MEMORY):
         return "memory"
