@@ -34,6 +34,15 @@ class LabError(MmlabError):
 
 
 class RunFailed(MmlabError):
-    """The run failed: names rank, role, phase, step and where the log is."""
+    """The run failed: names rank, role, phase, step and where the log is.
+
+    `cause` is the kind of the first failure (`mmlab.messages.Failure`); "input" means that the user's plan, data or
+    checkpoint is at fault, which the command line's exit code says too.
+    """
 
     exit_code = 2
+
+    def __init__(self, message: str = "", cause: str = "") -> None:
+        super().__init__(message)
+        if cause == "input":
+            self.exit_code = 1

@@ -13,8 +13,9 @@ from mmlab.messages.files import read_json, write_json
 class Failure:
     """Why a rank left the run.
 
-    `kind` is "input" (the user's plan, data or checkpoint), "exception" (its own fault), "memory" (out of memory), "lost" (process gone) or "peer" (a collective
-    broke because another rank left); `message` one line; `details` a traceback or empty.
+    `kind` is "input" (the user's plan, data or checkpoint), "exception" (its own fault), "memory" (out of memory),
+    "lost" (process gone) or "peer" (a collective broke because another rank left); `message` one line; `details` a
+    traceback or empty.
     """
 
     rank: int

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from mmlab.data.manifest import StepManifest
 from mmlab.data.packed import PackedText
-from mmlab.errors import MmlabError
+from mmlab.errors import RunFailed
 from mmlab.messages import PHASES
 from mmlab.parallel.gradients import reduce_tied
 from mmlab.parallel.mesh import Mesh
@@ -56,7 +56,7 @@ class StepResult:
     phases: list[list[float]]
 
 
-class NotFinite(MmlabError):
+class NotFinite(RunFailed):
     """A gradient or the loss is not a finite number; the message names the module."""
 
 

@@ -39,7 +39,6 @@ from mmlab.train.control import Listener
 from mmlab.train.job import Job
 from mmlab.train.loop import train
 from mmlab.train.session import Session
-from mmlab.train.step import NotFinite
 
 Fault = Callable[[int, int, str], None]
 """A scripted fault: called with (rank, step, phase) whenever a phase begins."""
@@ -176,7 +175,7 @@ def _run(plan: Plan, paths: RunPaths, mesh: Mesh, watch: Watch, listener: Listen
 def _kind(error: BaseException) -> str:
     """input (the user's), memory, peer (a collective broke because another rank left) or exception."""
     if isinstance(error, MmlabError):
-        return "input" if error.exit_code == 1 and not isinstance(error, NotFinite) else "exception"
+        return "input" if error.exit_code == 1 else "exception"
     text = str(error).lower()
     if isinstance(error, MemoryError | torch.OutOfMemoryError) or any(mark in text for mark in _MEMORY):
         return "memory"

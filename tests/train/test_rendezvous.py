@@ -1,0 +1,96 @@
+"""The rendezvous across two hosts: two network namespaces joined by a veth pair."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import uuid
+from pathlib import Path
+
+import pytest
+from test_run import make_plan
+
+from mmlab.messages import RunPaths, read_events
+from mmlab.train.worker import routable_address
+
+RANK = """
+import json, sys
+from mmlab.train.job import Job
+from mmlab.train.worker import open_store, run_worker
+rank, run_dir = int(sys.argv[1]), sys.argv[2]
+if rank == 0:
+    host, port, store = open_store()
+    print(json.dumps([host, port]), flush=True)
+else:
+    host, port = sys.argv[3], int(sys.argv[4])
+state = run_worker(Job(run_dir, rank, 2, host, port))
+sys.exit(state != "finished")
+"""
+
+
+def ip(*arguments):
+    subprocess.run(["ip", *arguments], check=True, timeout=10)
+
+
+@pytest.fixture
+def hosts():
+    """Two namespaces, 10.77.0.1 and 10.77.0.2; removed afterwards whatever happened."""
+    tag = uuid.uuid4().hex[:6]
+    names = [f"mm{tag}a", f"mm{tag}b"]
+    try:
+        for name in names:
+            ip("netns", "add", name)
+        ip("link", "add", f"v{tag}a", "netns", names[0], "type", "veth", "peer", "name", f"v{tag}b", "netns", names[1])
+        for number, (name, end) in enumerate(zip(names, "ab", strict=True), 1):
+            ip("-n", name, "addr", "add", f"10.77.0.{number}/24", "dev", f"v{tag}{end}")
+            ip("-n", name, "link", "set", f"v{tag}{end}", "up")
+            ip("-n", name, "link", "set", "lo", "up")
+            ip("-n", name, "route", "add", "default", "via", f"10.77.0.{3 - number}")
+        yield names
+    finally:
+        for name in names:
+            subprocess.run(["ip", "netns", "del", name], check=False, stderr=subprocess.DEVNULL, timeout=10)
+
+
+@pytest.mark.skipif(
+    not sys.platform.startswith("linux") or os.geteuid() != 0 or shutil.which("ip") is None,
+    reason="network namespaces need Linux, root and iproute2",
+)
+def test_ranks_of_two_hosts_find_each_other(hosts, shards, tmp_path):
+    plan = make_plan(shards, "parallel.pp=1", "train.steps=2")
+    paths = RunPaths(tmp_path / "run")
+    paths.create()
+    plan.save(paths.plan)
+    started = []
+
+    def rank(host, *arguments):
+        command = ["ip", "netns", "exec", host, sys.executable, "-c", RANK, *arguments]
+        environment = os.environ | {"OMP_NUM_THREADS": "1"}
+        environment.pop("GLOO_SOCKET_IFNAME", None)
+        process = subprocess.Popen(
+            command, stdout=subprocess.PIPE, text=True, env=environment, start_new_session=True, cwd=Path.cwd()
+        )
+        started.append(process)
+        return process
+
+    try:
+        first = rank(hosts[0], "0", str(paths.root))
+        host, port = json.loads(first.stdout.readline())
+        assert host == "10.77.0.1"
+        second = rank(hosts[1], "1", str(paths.root), host, str(port))
+        assert second.wait(60) == 0, read_events(paths.events)
+        assert first.wait(60) == 0
+    finally:
+        for process in started:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait(10)
+            process.stdout.close()
+    assert [e["state"] for e in read_events(paths.events)[0] if e["kind"] == "state"] == ["running", "finished"]
+
+
+def test_a_hint_wins_over_the_default_route():
+    assert routable_address("192.0.2.7") == "192.0.2.7"
+    assert routable_address() != ""
