@@ -54,8 +54,7 @@ def verify(
     loaded = load_plan(plan, overrides)
     loaded.check().raise_if_any()
     out = console()
-    # Imported here: this is the one command that needs torch in its own process.
-    from mmlab.train.verify import verify as verify_plan
+    from mmlab.cluster.verify import verify as verify_plan
 
     with out.status(f"verifying {loaded.name} on {loaded.world_size} ranks") as status:
         result = verify_plan(loaded, steps=steps, progress=lambda text: status.update(str(text)))
@@ -65,4 +64,6 @@ def verify(
         out.print(f"  largest relative difference of the {what}: {result[name]:.2e}")
     if not result["ok"]:
         raise RunFailed(f"the plan differs from one process; worst: {result.get('worst')}")
+    own = result["own_precision"]
+    out.print(f"  step 1 in its own precision: loss {own['loss']:.2e}, gradients {own['grad']:.2e}")
     out.print(f"  the same, within tolerance ({result['seconds']:.1f} s)")
