@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import os
-import secrets
 import sys
-import time
 from pathlib import Path
 
 import torch.distributed as dist
 
 from mmlab.errors import MmlabError, PlanError
-from mmlab.messages import RunPaths, read_events, write_json
+from mmlab.messages import RunPaths, read_events
+from mmlab.messages.runs import create_run, runs_root
 from mmlab.plan import Plan
 from mmlab.train.job import Job
 from mmlab.train.worker import run_worker
@@ -20,7 +19,7 @@ RUN_KEY = "mmlab/run"
 USAGE = "usage: torchrun --nproc-per-node N -m mmlab.train PLAN [key=value ...]"
 
 
-def prepare(plan: Plan, world_size: int, run_dir: Path) -> None:
+def prepare(plan: Plan, world_size: int) -> Path:
     """Check the plan against the number of processes and make the run's folder (rank 0)."""
     if plan.world_size != world_size:
         raise PlanError(
@@ -28,21 +27,8 @@ def prepare(plan: Plan, world_size: int, run_dir: Path) -> None:
             f"use --nproc-per-node {plan.world_size}"
         )
     plan.check().raise_if_any()
-    paths = RunPaths(run_dir)
-    try:
-        paths.create()
-    except OSError as error:
-        raise PlanError(
-            f"the run's folder {run_dir} cannot be written ({error}); set MMLAB_RUNS to another place"
-        ) from None
-    plan.save(paths.plan)
-    write_json(paths.run, {"id": run_dir.name, "created": time.time(), "generation": 1, "world_size": world_size})
-
-
-def _new_run_dir(plan: Plan) -> Path:
-    """A new folder's name under MMLAB_RUNS, else ./runs."""
-    root = Path(os.environ.get("MMLAB_RUNS", "runs")).absolute()
-    return root / f"{plan.name}-{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}"
+    made = create_run(runs_root(), plan.name, plan.dumps(), world_size, plan.train.steps, generation=1)
+    return made.root
 
 
 def _agree_on_run(arguments: list[str], rank: int, world_size: int, store: dist.Store) -> Path:
@@ -54,8 +40,7 @@ def _agree_on_run(arguments: list[str], rank: int, world_size: int, store: dist.
         return Path(name)
     try:
         plan = Plan.load(arguments[0]).with_(*arguments[1:])
-        run_dir = _new_run_dir(plan)
-        prepare(plan, world_size, run_dir)
+        run_dir = prepare(plan, world_size)
     except MmlabError as error:
         print(error, file=sys.stderr)
         store.set(RUN_KEY, "")

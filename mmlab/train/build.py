@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from mmlab.models.build import Part, PartModel, build_part
+from mmlab.models.weights import init_from
 from mmlab.parallel.gradients import GradientBuckets, Trained, is_sharded, local_tensor
 from mmlab.parallel.mesh import Mesh
 from mmlab.plan.layout import Layout, Place
@@ -62,6 +63,7 @@ def _trained(plan: Plan, mesh: Mesh, part: PartModel) -> list[Trained]:
 def build(plan: Plan, mesh: Mesh) -> Built:
     """Make this rank's part; the order of what is applied is the order of these lines."""
     part = build_part(plan, part_of(plan, mesh.layout, mesh.place), mesh.tp, master_dtype(plan), mesh.device)
+    init_from(part, plan)
     trained = _trained(plan, mesh, part)
     communication = plan.communication.vision if mesh.place.role == "vision" else plan.communication.language
     buckets = GradientBuckets(trained, mesh.reduction, communication.bucket_mb * 1e6)

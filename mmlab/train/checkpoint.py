@@ -60,7 +60,7 @@ def _no_dist(mesh: Mesh) -> bool:
 
 
 @contextlib.contextmanager
-def _quiet() -> Any:
+def quiet() -> Any:
     """torch warns that it saves without process groups; a plan of one rank means to."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*torch.distributed is disabled, unavailable or uninitialized.*")
@@ -89,7 +89,7 @@ def save(plan: Plan, mesh: Mesh, built: Built, folder: Path, extra: Mapping[str,
             problem = f"checkpoint {folder} could not be replaced: {error}"
     _agree(mesh, problem)
     try:
-        with _quiet():
+        with quiet():
             dcp_save(state, checkpoint_id=folder, process_group=mesh.control, no_dist=_no_dist(mesh))
     except (dcp.CheckpointException, OSError) as error:
         raise CheckpointError(f"checkpoint {folder} could not be written: {_cause(error)}") from None
@@ -192,7 +192,7 @@ def load(plan: Plan, mesh: Mesh, built: Built, folder: Path) -> dict[str, Any]:
     wanted, manifest, problem = _loadable(state, folder)
     _agree(mesh, problem)
     try:
-        with _quiet():
+        with quiet():
             dcp.load(wanted, checkpoint_id=folder, process_group=mesh.control, no_dist=_no_dist(mesh))
     except (dcp.CheckpointException, OSError) as error:
         raise CheckpointError(f"checkpoint {folder.name} could not be read: {_cause(error)}") from None

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from mmlab.data.pipeline import DataSource
 from mmlab.models.build import PartModel, plain_model
+from mmlab.models.weights import init_from
 from mmlab.plan.schema import MODULES, Plan
 from mmlab.train.optim import decays, learning_rate
 from mmlab.train.precision import master_dtype
@@ -42,6 +43,7 @@ def _optimizer(plan: Plan, model: PartModel) -> torch.optim.AdamW:
 def run_plain(plan: Plan, steps: int) -> list[StepRecord]:
     """Train `steps` steps on one process in the plan's precision; every tensor of every step is kept."""
     model = plain_model(plan, master_dtype(plan))
+    init_from(model, plan)
     source = DataSource(plan)
     optimizer = _optimizer(plan, model)
     trainable = [(name, param) for name, param in model.named_parameters() if param.requires_grad]

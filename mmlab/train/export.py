@@ -1,0 +1,35 @@
+"""A run's weights as Hugging Face classes read them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+import torch.distributed.checkpoint as dcp
+
+from mmlab.errors import CheckpointError
+from mmlab.models.weights import export_weights
+from mmlab.plan import Plan
+from mmlab.train.checkpoint import find, quiet, read_manifest
+
+
+def export_checkpoint(checkpoints: Path, folder: Path, step: int | None = None, name: str = "") -> list[Path]:
+    """Write a checkpoint's weights as safetensors with Hugging Face names; returns the files.
+
+    `checkpoints` is a run's folder of checkpoints; the one of a name, of a step, else the newest is taken, whatever the
+    layout that saved it. CheckpointError when there is none or it is damaged; PlanError from a damaged manifest.
+    """
+    source = find(checkpoints, step, name)
+    plan = Plan.loads(read_manifest(source)["plan"], f"checkpoint {source.name}")
+    try:
+        stored = dcp.FileSystemReader(source).read_metadata().state_dict_metadata
+        values = {
+            key.removeprefix("model."): torch.empty(tuple(entry.size), dtype=entry.properties.dtype)
+            for key, entry in stored.items()
+            if key.startswith("model.")
+        }
+        with quiet():
+            dcp.load({f"model.{key}": value for key, value in values.items()}, checkpoint_id=source, no_dist=True)
+    except (dcp.CheckpointException, OSError, EOFError) as error:
+        raise CheckpointError(f"checkpoint {source.name} cannot be read: {error}") from None
+    return export_weights(folder, plan, values)
