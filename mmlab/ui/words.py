@@ -22,7 +22,8 @@ def number(value: float | None, digits: int = 3) -> str:
     if size == 0 or size >= 1e-3:
         text = f"{value:.{digits}g}"
         return text if "e" not in text else f"{value:.0f}"
-    return f"{value:.{digits - 1}e}".replace("e-0", "e-")
+    mantissa, _, exponent = f"{value:.{digits - 1}e}".partition("e")
+    return f"{mantissa.rstrip('0').rstrip('.')}e{int(exponent)}"
 
 
 def duration(seconds: float) -> str:

@@ -71,7 +71,7 @@ def test_report_shows_figures_curves_pictures_schedule_layout_and_commands(whole
     for part in (
         "finished", "120 of 120", "held-out loss", "1.40 ×", "Loss by step", "Tokens a second", "Images a second",
         "Time per phase for each rank", "as planned", "step 120, as measured", "Placement of ranks", "node 0",
-        "set train.language.lr = 1.00e-4", "cannot be decoded: truncated", "What is this?", "[parallel]",
+        "set train.language.lr = 1e-4", "cannot be decoded: truncated", "What is this?", "[parallel]",
     ):  # fmt: skip
         assert part in says, part
     assert page.tags.count("img") == 8

@@ -71,7 +71,7 @@ def test_numbers_and_times_are_short() -> None:
 
 
 def test_events_and_commands_read_as_sentences() -> None:
-    assert command_text("set", {"values": {"train.language.lr": 1e-4}}) == "set train.language.lr = 1.00e-4"
+    assert command_text("set", {"values": {"train.language.lr": 1e-4}}) == "set train.language.lr = 1e-4"
     assert command_text("step", {"n": 3}) == "step 3"
     command = {"kind": "command", "verb": "pause", "ok": True, "step": 7, "ranks": [0, 1], "message": ""}
     assert event_text(command) == "pause: applied after step 7 on 2 ranks"

@@ -1,6 +1,7 @@
 /* The dashboard of a run. Data comes as custom messages (see mmlab/ui/charts.py); nothing is a synced trait. */
 const HERE_EVERY = 10_000; // ms between signs of life to the kernel, which slows down without them
 const BUSY_AFTER = 2_000; // ms after which an unheard command means that the kernel runs a cell
+const REFOCUS = 5_000; // ms after a button was pressed in which a renewed view focuses it again
 const MOST_POINTS = 9_000; // points of a curve beyond which the view asks for the decimated history again
 const SMOOTH = 40; // the smoothed loss is the mean over two of so many shares of the points around each (no lag)
 
@@ -26,7 +27,7 @@ function number(value, digits = 4) {
   const size = Math.abs(value);
   if (size >= 1000) return Math.round(value).toLocaleString("en-US");
   if (size === 0 || size >= 1e-3) return String(Number(value.toPrecision(digits)));
-  return value.toExponential(2).replace("e-0", "e-");
+  return Number(value.toPrecision(3)).toExponential();
 }
 
 function duration(seconds) {
@@ -70,6 +71,37 @@ class Curves {
       const count = counts[index + room + 1] - counts[index - room];
       return count ? (sums[index + room + 1] - sums[index - room]) / count : null;
     })];
+  }
+}
+
+/* ---- what a widget has got from the kernel, shared by all its views: a new view shows it at once ---- */
+class Store {
+  constructor(model) {
+    this.model = model;
+    this.frame = {};
+    this.curves = new Curves();
+    this.seq = null; // number of the last message taken; null while the history is on its way
+    this.views = new Set();
+    this.onMessage = (message, buffers) => this.receive(message, buffers ?? []);
+    model.on("msg:custom", this.onMessage);
+    this.ask();
+  }
+
+  dispose() { this.model.off("msg:custom", this.onMessage); }
+
+  send(message) { this.model.send(message); }
+
+  ask() { this.seq = null; this.send({ kind: "hello" }); }
+
+  receive(message, buffers) {
+    const history = message.kind === "history";
+    if (!history && this.seq === null) return;
+    if (!history && message.seq !== this.seq + 1) { this.ask(); return; }
+    this.seq = message.seq;
+    this.frame = history ? message.frame : { ...this.frame, ...message.frame };
+    this.curves.take(message.curves, buffers, history);
+    if (this.curves.longest() > MOST_POINTS) this.ask();
+    for (const view of this.views) view.update(history ? this.frame : message.frame, history || message.curves.length > 0);
   }
 }
 
@@ -125,11 +157,9 @@ class Chart {
 
 /* ---- the whole board ---- */
 class Board {
-  constructor(model, el) {
-    this.model = model;
-    this.frame = {};
-    this.curves = new Curves();
-    this.seq = null;
+  constructor(store, el) {
+    this.store = store;
+    this.curves = store.curves;
     this.sent = new Map();
     this.dirty = false;
     this.root = make("div", { class: "mm-board", role: "region", "aria-label": "Dashboard of a run" });
@@ -139,6 +169,8 @@ class Board {
     el.append(this.root);
     this.listen();
   }
+
+  get frame() { return this.store.frame; }
 
   buildHead() {
     this.state = make("span", { class: "mm-state", role: "status" }, "…");
@@ -166,6 +198,7 @@ class Board {
     this.buttons = [this.toggle, button("Step", step, "Run that many steps, then pause"), this.n,
       button("Checkpoint", () => this.command("checkpoint"), "Save after the step under way"),
       button("Stop", () => this.stop(), "End the run after the step under way", { class: "mm-stop" })];
+    this.buttons.forEach((node, index) => node.addEventListener("click", () => { this.store.used = { index, at: Date.now() }; }));
     this.said = make("span", { class: "mm-said", role: "status", "aria-live": "polite" });
     this.root.append(make("div", { class: "mm-tools", role: "toolbar", "aria-label": "Steer the run" }, ...this.buttons, this.said));
   }
@@ -194,19 +227,24 @@ class Board {
   }
 
   listen() {
-    this.onMessage = (message, buffers) => this.receive(message, buffers);
-    this.model.on("msg:custom", this.onMessage);
     this.sizes = new ResizeObserver(() => { if (this.root.clientWidth) { if (!this.charts[0].plot) this.restyle(); this.charts.forEach((chart) => chart.resize()); } });
     this.sizes.observe(this.root);
     this.themes = new MutationObserver(() => this.restyle());
     this.themes.observe(document.body, { attributes: true, attributeFilter: ["data-jp-theme-light", "data-jp-theme-name", "class"] });
-    this.timer = setInterval(() => this.model.send({ kind: "here" }), HERE_EVERY);
-    this.model.send({ kind: "hello" });
-    this.silence = setTimeout(() => this.say("no data from the kernel yet; it answers after the cell that it is running", false), BUSY_AFTER);
+    this.timer = setInterval(() => this.store.send({ kind: "here" }), HERE_EVERY);
+    this.store.views.add(this);
+    if ("state" in this.frame) this.update(this.frame, true);
+    else this.silence = setTimeout(() => this.say("no data from the kernel yet; it answers after the cell that it is running", false), BUSY_AFTER);
+    requestAnimationFrame(() => this.refocus());
+  }
+
+  refocus() { // a pause replaces the cell's output: the button that was pressed must not lose the keyboard
+    const used = this.store.used;
+    if (used && Date.now() - used.at < REFOCUS && document.activeElement === document.body) this.buttons[used.index].focus({ preventScroll: true });
   }
 
   dispose() {
-    this.model.off("msg:custom", this.onMessage);
+    this.store.views.delete(this);
     this.sizes.disconnect();
     this.themes.disconnect();
     clearInterval(this.timer);
@@ -214,24 +252,17 @@ class Board {
     this.charts.forEach((chart) => chart.plot?.destroy());
   }
 
+  update(changed, redraw) {
+    if (this.silence) { clearTimeout(this.silence); this.silence = null; this.say("", false); }
+    this.show(changed);
+    if (redraw) this.redraw();
+  }
+
   restyle() {
     const [r, g, b] = (getComputedStyle(this.root).backgroundColor.match(/[\d.]+/g) ?? [255, 255, 255]).map(Number);
     this.root.classList.toggle("mm-dark", 0.3 * r + 0.59 * g + 0.11 * b < 128);
     const style = getComputedStyle(this.root);
     this.charts.forEach((chart) => chart.build(style));
-  }
-
-  receive(message, buffers) {
-    const history = message.kind === "history";
-    if (!history && this.seq === null) return; // our history is on its way
-    if (!history && message.seq !== this.seq + 1) { this.seq = null; this.model.send({ kind: "hello" }); return; }
-    if (history && this.silence) { clearTimeout(this.silence); this.silence = null; this.say("", false); }
-    this.seq = message.seq;
-    this.frame = history ? message.frame : { ...this.frame, ...message.frame };
-    this.curves.take(message.curves, buffers ?? [], history);
-    if (this.curves.longest() > MOST_POINTS) { this.seq = null; this.model.send({ kind: "hello" }); }
-    this.show(history ? this.frame : message.frame);
-    if (history || message.curves.length) this.redraw();
   }
 
   redraw() {
@@ -315,7 +346,7 @@ class Board {
     const token = Math.random().toString(36).slice(2);
     this.sent.set(token, setTimeout(() => this.say(`${verb}: the kernel is busy with a cell and will pass it on afterwards; from a terminal: mmlab ${verb} ${this.frame.name}`, false), BUSY_AFTER));
     this.say(`${verb}: sent`, false);
-    this.model.send({ kind: "command", token, verb, args });
+    this.store.send({ kind: "command", token, verb, args });
   }
 
   stop() {
@@ -341,9 +372,16 @@ class Board {
   say(text, bad) { put(this.said, text); this.said.classList.toggle("mm-bad", bad); }
 }
 
-export default {
-  render({ model, el }) {
-    const board = new Board(model, el);
-    return () => board.dispose();
-  },
+export default () => {
+  let store;
+  return {
+    initialize({ model }) {
+      store = new Store(model);
+      return () => store.dispose();
+    },
+    render({ el }) {
+      const board = new Board(store, el);
+      return () => board.dispose();
+    },
+  };
 };

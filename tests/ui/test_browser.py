@@ -1,0 +1,175 @@
+"""The dashboard in JupyterLab, driven by a real browser: points move, buttons steer, a reloaded page catches up."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import nbformat
+import pytest
+from playwright.sync_api import Page, expect, sync_playwright
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+BOARD = ".mm-board"
+KERNEL = {"kernelspec": {"name": "python3", "display_name": "Python 3", "language": "python"}}
+
+
+@pytest.fixture
+def live(tmp_path: Path) -> Iterator[Path]:
+    """A synthetic run that a process of its own plays, about nine steps a second; its folder."""
+    command = [sys.executable, str(Path(__file__).with_name("synthetic.py")), str(tmp_path / "runs"), "3000"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        yield Path(process.stdout.readline().strip())
+        process.terminate()
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[Callable[..., str]]:
+    """Starts JupyterLab in a folder of its own, in a theme; the address."""
+    processes = []
+
+    def start(theme: str = "JupyterLab Light") -> str:
+        settings = tmp_path / "settings" / "@jupyterlab" / "apputils-extension"
+        settings.mkdir(parents=True)
+        (settings / "themes.jupyterlab-settings").write_text(json.dumps({"theme": theme}))
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        folders = {f"JUPYTER_{kind}_DIR": str(tmp_path / kind.lower()) for kind in ("CONFIG", "DATA", "RUNTIME")}
+        environment = os.environ | folders | {
+            "IPYTHONDIR": str(tmp_path / "ipython"), "JUPYTERLAB_SETTINGS_DIR": str(tmp_path / "settings"),
+        }  # fmt: skip
+        command = [
+            sys.executable, "-m", "jupyterlab", "--no-browser", f"--port={port}", "--IdentityProvider.token=secret",
+            f"--ServerApp.root_dir={tmp_path}", "--allow-root",
+        ]  # fmt: skip
+        with open(tmp_path / "lab.log", "w") as log:
+            processes.append(subprocess.Popen(command, env=environment, stdout=log, stderr=subprocess.STDOUT))
+        end = time.monotonic() + 60
+        while time.monotonic() < end:
+            with socket.socket() as probe:
+                if probe.connect_ex(("127.0.0.1", port)) == 0:
+                    return f"http://127.0.0.1:{port}/doc/tree/live.ipynb?token=secret"
+            time.sleep(0.1)
+        raise AssertionError((tmp_path / "lab.log").read_text())
+
+    yield start
+    for process in processes:
+        process.terminate()
+        process.wait(30)
+
+
+@pytest.fixture
+def page() -> Iterator[Page]:
+    """A page of the installed Chromium (else of Playwright's own)."""
+    path = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=path, args=["--no-sandbox", "--disable-gpu"])
+        yield browser.new_page(viewport={"width": 1600, "height": 1100})
+        browser.close()
+
+
+def show(page: Page, address: str, folder: Path, live: Path) -> None:
+    """Open a notebook and run its one cell, which shows the run."""
+    cell = nbformat.v4.new_code_cell(f"import mmlab\n\nmmlab.Run.open({str(live)!r})")
+    nbformat.write(nbformat.v4.new_notebook(cells=[cell], metadata=KERNEL), folder / "live.ipynb")
+    page.goto(address)
+    page.get_by_text(re.compile(r"\| Idle")).wait_for(timeout=60_000)
+    page.locator(".jp-CodeCell .cm-content").first.click()
+    page.keyboard.press("Shift+Enter")
+    page.locator(BOARD).wait_for(timeout=60_000)
+    expect(page.locator(f"{BOARD} .mm-state")).to_contain_text("running", timeout=20_000)
+
+
+def step_of(page: Page) -> int:
+    text = page.locator(f"{BOARD} .mm-head").inner_text()
+    found = re.search(r"step ([\d,]+) of", text)
+    assert found, text
+    return int(found[1].replace(",", ""))
+
+
+def curve(page: Page) -> str:
+    """The drawn loss, as an image."""
+    return str(page.evaluate(f"document.querySelector('{BOARD} canvas').toDataURL()"))
+
+
+def wait_for(condition: Callable[[], bool], seconds: float = 20.0) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "it did not happen in time"
+        time.sleep(0.1)
+
+
+def test_points_move_buttons_steer_and_a_reload_catches_up(
+    server: Callable[..., str], page: Page, tmp_path: Path, live: Path
+) -> None:
+    errors: list[str] = []
+    page.on("pageerror", lambda error: errors.append(str(error)))
+    show(page, server(), tmp_path, live)
+    before, drawn = step_of(page), curve(page)
+    wait_for(lambda: step_of(page) > before + 5)
+    wait_for(lambda: curve(page) != drawn)
+    height = page.locator(BOARD).bounding_box()["height"]  # type: ignore[index]
+    page.screenshot(path=tmp_path / "wide.png")
+
+    said = page.locator(f"{BOARD} .mm-said")
+    page.locator(f"{BOARD} button", has_text="Pause").click()
+    expect(said).to_contain_text(re.compile(r"pause: applied after step \d+ on 6 ranks"), timeout=10_000)
+    expect(page.locator(f"{BOARD} .mm-state")).to_contain_text("paused")
+    paused = step_of(page)
+    time.sleep(1.0)
+    assert step_of(page) == paused
+    rate = page.get_by_label("Base learning rate of language")
+    rate.fill("5e-4")
+    rate.press("Enter")
+    expect(said).to_contain_text("set train.language.lr = 5e-4: applied", timeout=10_000)
+    page.locator(f"{BOARD} button", has_text="Resume").click()
+    wait_for(lambda: step_of(page) > paused)
+    assert page.locator(BOARD).bounding_box()["height"] == height  # type: ignore[index]
+
+    page.keyboard.press("Escape")
+    page.keyboard.press("Control+s")
+    time.sleep(2.0)
+    page.reload()
+    page.locator(BOARD).wait_for(timeout=60_000)
+    wait_for(lambda: step_of(page) > paused, 30)
+    after = step_of(page)
+    wait_for(lambda: step_of(page) > after)
+    expect(page.get_by_label("Base learning rate of language")).to_have_value("5e-4")
+    assert errors == []
+
+
+def test_stop_leaves_a_picture_in_the_saved_notebook(
+    server: Callable[..., str], page: Page, tmp_path: Path, live: Path
+) -> None:
+    show(page, server("JupyterLab Dark"), tmp_path, live)
+    assert "mm-dark" in (page.locator(BOARD).get_attribute("class") or "")
+    page.set_viewport_size({"width": 690, "height": 1400})
+    time.sleep(1.5)
+    page.screenshot(path=tmp_path / "narrow-dark.png")
+    overflow = page.evaluate(
+        f"(() => {{ const b = document.querySelector('{BOARD}'); return b.scrollWidth - b.clientWidth; }})()"
+    )
+    assert overflow <= 0
+    stop = page.locator(f"{BOARD} button.mm-stop")
+    stop.click()
+    stop.click()
+    picture = page.locator(".jp-OutputArea-output img")
+    picture.wait_for(timeout=20_000)
+    assert page.locator(BOARD).count() == 0
+    page.keyboard.press("Escape")
+    page.keyboard.press("Control+s")
+    wait_for(lambda: "image/png" in (tmp_path / "live.ipynb").read_text())
+    outputs = nbformat.read(tmp_path / "live.ipynb", as_version=4).cells[0].outputs
+    assert set(outputs[0].data) == {"image/png", "text/plain"}
+    assert "stopped" in outputs[0].data["text/plain"]
+    assert (tmp_path / "live.ipynb").stat().st_size < 300_000
