@@ -19,17 +19,16 @@ from typing import Any, Literal, overload
 from mmlab.cluster import registry
 from mmlab.cluster.client import LabView, check_profile
 from mmlab.cluster.registry import LabConfig, LabPaths
-from mmlab.errors import CheckpointError, LabError, MmlabError, RunFailed
+from mmlab.errors import LabError, MmlabError
 from mmlab.messages import EventLog, new_command, read_json, send, write_json
 from mmlab.messages.runs import create_run, runs_root
 from mmlab.plan import Plan, set_live
 from mmlab.plan.schema import ClusterConfig
-from mmlab.tracking.progress import current_shell, in_kernel, progress_bar, report_unseen
+from mmlab.tracking.progress import current_shell, in_kernel, report_unseen
 from mmlab.tracking.record import ENDED, RunRecord, list_runs
-from mmlab.tracking.sent import Sent, WaitInterrupted, WaitTimeout
+from mmlab.tracking.sent import Sent, WaitTimeout
+from mmlab.tracking.waiting import POLL, reached, wait_for
 
-POLL = 0.1
-"""Seconds between looks at a run that is waited for."""
 WORKER = "mmlab.train.worker"
 """The module that trains (see `mmlab.cluster.engine`)."""
 ENGINES = 6
@@ -157,20 +156,11 @@ class Run:
         A live run does so at its next step boundary. A run that has ended is started again from there, on the engines
         of `lab`, else of the lab it was made with, else of the only live one. CheckpointError when there is none such.
         """
-        found = self._find_checkpoint(step, name)
+        found = self._record.find_checkpoint(step, name)
         if self.status()["state"] not in ENDED:
             return self._send("restore", step=found["step"], name=found["name"])
         (lab or self._home())._launch(self, restore=found["name"])
         return self
-
-    def _find_checkpoint(self, step: int | None, name: str) -> dict[str, Any]:
-        known = self.checkpoints()
-        wanted = [c for c in known if (step is None or c["step"] == step) and (not name or c["name"] == name)]
-        if not wanted:
-            names = ", ".join(f"{c['name']} (step {c['step']})" for c in known) or "none yet"
-            what = name or ("any" if step is None else f"at step {step}")
-            raise CheckpointError(f"run {self.id} has no checkpoint {what}; it has: {names}")
-        return wanted[-1]
 
     def _home(self) -> Lab:
         """The lab that can start this run again."""
@@ -203,51 +193,16 @@ class Run:
         Interrupting it stops the waiting, not the run. RunFailed when the run fails, WaitTimeout after `timeout`
         seconds.
         """
-        end = None if timeout is None else time.monotonic() + timeout
-        bar = progress_bar(self._record.id) if progress else None
-        try:
-            if bar is not None:
-                bar.__enter__()
-            while not self._reached(step, bar):
-                self._check_time(end, step)
-                time.sleep(POLL)
-        except KeyboardInterrupt:
-            raise WaitInterrupted(f"stopped waiting; run {self.id} goes on (run.stop() ends it)") from None
-        finally:
-            if bar is not None:
-                bar.__exit__(None, None, None)
+        wait_for(self._record, self.status, step, timeout, progress)
         return self
 
     def __await__(self) -> Generator[Any, None, Run]:
         return self._wait_async().__await__()
 
     async def _wait_async(self) -> Run:
-        while not self._reached(None, None):
+        while not reached(self._record, self.status()):
             await asyncio.sleep(POLL)
         return self
-
-    def _reached(self, step: int | None, bar: Any) -> bool:
-        status = self.status()
-        if bar is not None:
-            bar.update(status["step"], status["steps"], self._words(status))
-        if status["state"] == "failed":
-            raise RunFailed(f"run {self.id} failed: {status['reason']}; logs are in {self._record.paths.logs}")
-        return status["state"] in ENDED or (step is not None and status["step"] >= step)
-
-    def _words(self, status: dict[str, Any]) -> str:
-        metrics = self._record.last_step()
-        words = "" if status["state"] == "running" else status["state"] + " "
-        if metrics:
-            words += f"loss {metrics.get('loss', float('nan')):.4g}"
-            if metrics.get("tokens_per_s"):
-                words += f", {metrics['tokens_per_s']:.0f} tokens/s"
-        return words
-
-    def _check_time(self, end: float | None, step: int | None) -> None:
-        if end is not None and time.monotonic() > end:
-            status = self.status()
-            goal = "its end" if step is None else f"step {step}"
-            raise WaitTimeout(f"run {self.id} did not reach {goal} in time: {status['state']} at step {status['step']}")
 
 
 class Lab:

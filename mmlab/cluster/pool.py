@@ -69,13 +69,16 @@ class _Rank:
         self.connection.send_bytes(pickle.dumps(request))
 
     def receive(self) -> tuple[str, Any]:
-        """The rank's reply; an ended process is reported as an error with the end of what it printed."""
+        """The rank's reply; an ended process is an error with the end of what it printed, before all others."""
         try:
             kind, value = pickle.loads(self.connection.recv_bytes())
         except (EOFError, OSError):
             code = self.process.wait(5)
             how = f"signal {-code}" if code < 0 else f"exit code {code}"
-            return "error", f"the process ended ({how})\n{self.output()}{self.stacks.read_text(errors='replace')}"
+            return "error", (
+                0.0,
+                f"the process ended ({how})\n{self.output()}{self.stacks.read_text(errors='replace')}",
+            )
         return kind, value
 
     def output(self) -> str:
@@ -170,7 +173,7 @@ class RankPool:
         end = time.monotonic() + timeout
         waiting: dict[Any, _Rank] = {member.connection: member for member in members}
         replies: dict[int, Any] = {}
-        errors: dict[int, str] = {}
+        errors: list[tuple[float, int, str]] = []
         while waiting:
             ready = wait(list(waiting), max(0.0, end - time.monotonic()))
             for connection in ready:
@@ -179,13 +182,15 @@ class RankPool:
                 if kind == "error":
                     if not errors:
                         end = min(end, time.monotonic() + GRACE)
-                    errors[member.rank] = value
+                    errors.append((value[0], member.rank, value[1]))
                 else:
                     replies[member.rank] = value
             if not ready:
                 break
         if errors:
-            raise RankError(f"rank {next(iter(errors))} of {len(members)} failed", errors)
+            # by when each was raised: the others report a broken connection, and may be faster to do so
+            texts = {rank: text for _, rank, text in sorted(errors)}
+            raise RankError(f"rank {next(iter(texts))} of {len(members)} failed", texts)
         if waiting:
             names = ", ".join(str(member.rank) for member in waiting.values())
             stacks = {member.rank: member.dump() for member in members}

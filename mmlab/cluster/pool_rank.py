@@ -35,7 +35,7 @@ def _resolve(name: str, path: list[str]) -> Any:
 
 
 def _call(rank: int, request: dict[str, Any]) -> tuple[str, Any]:
-    """Run one function; its result, or its traceback as text."""
+    """Run one function; its result, or (when it was raised, its traceback as text)."""
     import torch.distributed as dist
 
     try:
@@ -43,7 +43,7 @@ def _call(rank: int, request: dict[str, Any]) -> tuple[str, Any]:
         place = (rank, request["world"], request["host"], request["port"])
         return "result", pickle.dumps(function(*place, *request["args"], **request["kwargs"]))
     except BaseException:  # SystemExit too: the parent must hear of every end
-        return "error", traceback.format_exc()
+        return "error", (time.monotonic(), traceback.format_exc())
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()

@@ -13,7 +13,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mmlab.errors import MmlabError
+from mmlab.errors import CheckpointError, MmlabError
 from mmlab.messages.beacon import BeaconState, read_beacons
 from mmlab.messages.events import Event, read_events
 from mmlab.messages.failures import Failure, read_failures
@@ -27,6 +27,8 @@ ENDED = ("failed", "finished", "stopped")
 """States in which a run no longer computes."""
 LIVE = ("starting", "running", "paused")
 """States in which its ranks should be alive."""
+SETTLE = 1.2
+"""Seconds in which a rank with a cause of its own may come after those that only noticed that a peer had gone."""
 
 
 class RunRecord:
@@ -139,13 +141,15 @@ class RunRecord:
     def _failure(self, generation: int, beacons: list[BeaconState], state: str) -> str:
         """Why a run that has not ended by its events has failed nevertheless; empty when it has not."""
         failures = read_failures(self.paths.failures, generation)
-        if failures:
+        if failures and failures[0].kind != "peer":
             return failures[0].sentence()
         for beacon in beacons:
             here = beacon.host == self._host
             if state in LIVE and here and not beacon.done and not process_alive(beacon.pid, beacon.started):
                 message = "its process ended"
                 return Failure(beacon.rank, beacon.role, beacon.phase, beacon.step, "lost", message).sentence()
+        if failures and time.time() - failures[0].time > SETTLE:
+            return failures[0].sentence()
         return "the lab that was running it has ended" if self._lab_ended() else ""
 
     def _lab_ended(self) -> bool:
@@ -199,6 +203,16 @@ class RunRecord:
             row["bytes"] = sum(file["size"] for file in manifest.get("files", {}).values())
             found.append(row | {"path": str(path.parent)})
         return sorted(found, key=lambda row: (row["step"], row["time"]))
+
+    def find_checkpoint(self, step: int | None = None, name: str = "") -> dict[str, Any]:
+        """The checkpoint of that step or name (default: the last one). CheckpointError lists those there are."""
+        known = self.checkpoints()
+        wanted = [c for c in known if (step is None or c["step"] == step) and (not name or c["name"] == name)]
+        if not wanted:
+            names = ", ".join(f"{c['name']} (step {c['step']})" for c in known) or "none yet"
+            what = name or ("any" if step is None else f"at step {step}")
+            raise CheckpointError(f"run {self.id} has no checkpoint {what}; it has: {names}")
+        return wanted[-1]
 
     def traces(self, step: int | None = None) -> dict[int, dict[str, Any]]:
         """Measured ops of a step (default: the last one that all ranks traced), by rank: {"step", "t0", "ops"}."""

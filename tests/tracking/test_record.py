@@ -170,3 +170,30 @@ def test_a_log_with_rotated_parts_and_followed(paths, log):
     log.emit("state", state="finished", step=3, reason="")
     reader.join(10)
     assert lines == ["two\n", "three\n"]
+
+
+def test_a_rank_that_only_lost_a_peer_is_not_blamed_at_once(paths, log):
+    import time
+
+    log.emit("state", state="running", step=0, reason="")
+    write_failure(paths.failures, 0, Failure(1, "stage 0", "reduce", 5, "peer", "connection closed"))
+    record = RunRecord(paths.root)
+    assert record.status()["state"] == "running"
+    write_failure(paths.failures, 0, Failure(1, "stage 0", "reduce", 5, "peer", "closed", time=time.time() - 5))
+    assert record.status()["reason"] == "rank 1 (stage 0) failed in reduce of step 5: closed"
+
+
+def test_a_run_that_is_being_stopped_says_so(paths, log):
+    from mmlab.messages import Ack, Inbox, new_command, send
+
+    record = RunRecord(paths.root)
+    log.emit("state", state="running", step=0, reason="")
+    assert not record.stopping()
+    command = new_command("stop")
+    send(paths.control, command)
+    assert record.stopping()
+    Inbox(paths.control).answer(Ack(command.id, True, 1, [0]))
+    log.emit("command", verb="stop", args={}, ok=True, step=1)
+    assert record.stopping()
+    log.emit("state", state="stopped", step=1, reason="")
+    assert not record.stopping()

@@ -1,0 +1,62 @@
+"""Waiting for a run: the only thing in the lab that blocks."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable
+from typing import Any
+
+from mmlab.errors import RunFailed
+from mmlab.tracking.progress import Bar, progress_bar
+from mmlab.tracking.record import ENDED, RunRecord
+from mmlab.tracking.sent import WaitInterrupted, WaitTimeout
+
+POLL = 0.1
+"""Seconds between looks at what is waited for."""
+
+
+def reached(record: RunRecord, status: dict[str, Any], step: int | None = None) -> bool:
+    """Whether a run has ended, or has done `step` steps. RunFailed when it has failed."""
+    if status["state"] == "failed":
+        raise RunFailed(f"run {record.id} failed: {status['reason']}; logs are in {record.paths.logs}")
+    return status["state"] in ENDED or (step is not None and status["step"] >= step)
+
+
+def wait_for(
+    record: RunRecord, look: Callable[[], dict[str, Any]], step: int | None, timeout: float | None, progress: bool
+) -> None:
+    """Wait until a run has ended, or has done `step` steps; `look` gives its status.
+
+    RunFailed when it fails, WaitTimeout after `timeout` seconds, WaitInterrupted on Ctrl-C: the run goes on.
+    """
+    end = None if timeout is None else time.monotonic() + timeout
+    try:
+        with progress_bar(record.id) if progress else contextlib.nullcontext() as bar:
+            while not _done(record, look(), step, bar):
+                if end is not None and time.monotonic() > end:
+                    now = look()
+                    goal = "its end" if step is None else f"step {step}"
+                    raise WaitTimeout(
+                        f"run {record.id} did not reach {goal} in {timeout:g} s: {now['state']} at step {now['step']}"
+                    )
+                time.sleep(POLL)
+    except KeyboardInterrupt:
+        raise WaitInterrupted(f"stopped waiting; run {record.id} goes on (run.stop() ends it)") from None
+
+
+def _done(record: RunRecord, status: dict[str, Any], step: int | None, bar: Bar | None) -> bool:
+    if bar is not None:
+        bar.update(status["step"], status["steps"], words(record, status))
+    return reached(record, status, step)
+
+
+def words(record: RunRecord, status: dict[str, Any]) -> str:
+    """State, loss and speed of a run in a few words."""
+    last = record.last_step()
+    parts = [] if status["state"] == "running" else [status["state"]]
+    if last:
+        parts.append(f"loss {last.get('loss', float('nan')):.4g}")
+        if last.get("tokens_per_s"):
+            parts.append(f"{last['tokens_per_s']:.0f} tokens/s")
+    return ", ".join(parts)
