@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from mmlab.data.packed import IGNORE, TextSequence
+from mmlab.data.sequence import IGNORE, TextSequence
 from mmlab.data.tokenizer import TextTokenizer
 from mmlab.errors import DataError
 

@@ -7,17 +7,9 @@ from dataclasses import dataclass
 
 import torch
 
-IGNORE = -100
-"""Target where nothing is to be predicted (PyTorch's default `ignore_index`)."""
+from mmlab.data.sequence import IGNORE, TextSequence
 
-
-@dataclass(frozen=True)
-class TextSequence:
-    """One sequence before packing: `ids` (T) with each image already expanded to P placeholders, `targets` (T)."""
-
-    ids: tuple[int, ...]
-    targets: tuple[int, ...]
-    name: str = ""
+__all__ = ["IGNORE", "PackedText", "TextSequence", "pack"]
 
 
 @dataclass(frozen=True)

@@ -69,4 +69,3 @@ def test_keyed_order_is_even():
     assert min(first.values()) > 130  # 200 expected, standard deviation 13
     assert sorted(keyed_order(1000, 3).tolist()) == list(range(1000))
     assert np.corrcoef(keyed_order(1000, 1), np.arange(1000))[0, 1] < 0.1
-

@@ -139,7 +139,9 @@ def test_truncated_tar_names_the_file_and_the_last_whole_sample(tmp_path):
     starts = [sample.images[0].offset for sample in scan_shard(path)]
     for cut in (starts[3] + 10, starts[3] - 600, starts[3] - 512):  # in a picture, in a text, between two members
         path.write_bytes(whole[:cut])
-        with pytest.raises(DataError, match=r"train-000000\.tar: is cut short .* the last whole sample is \"00000[12]\""):
+        with pytest.raises(
+            DataError, match=r"train-000000\.tar: is cut short .* the last whole sample is \"00000[12]\""
+        ):
             scan_shard(path)
 
 
@@ -163,7 +165,9 @@ def test_other_broken_shards(tmp_path):
     (tmp_path / "nothing.tar").write_bytes(b"")
     with pytest.raises(DataError, match=r"nothing\.tar: is no tar file"):
         scan_shard(tmp_path / "nothing.tar")
-    (tmp_path / "z.tar").write_bytes(gzip.compress(numbered_shards(tmp_path / "s", 1).joinpath("train-000000.tar").read_bytes()))
+    (tmp_path / "z.tar").write_bytes(
+        gzip.compress(numbered_shards(tmp_path / "s", 1).joinpath("train-000000.tar").read_bytes())
+    )
     with pytest.raises(DataError, match=r"z\.tar: is compressed"):
         scan_shard(tmp_path / "z.tar")
 
