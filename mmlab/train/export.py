@@ -6,6 +6,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from mmlab.errors import CheckpointError
 from mmlab.models.weights import export_weights
@@ -26,7 +27,7 @@ def export_checkpoint(checkpoints: Path, folder: Path, step: int | None = None, 
         values = {
             key.removeprefix("model."): torch.empty(tuple(entry.size), dtype=entry.properties.dtype)
             for key, entry in stored.items()
-            if key.startswith("model.")
+            if key.startswith("model.") and isinstance(entry, TensorStorageMetadata)
         }
         with quiet():
             dcp.load({f"model.{key}": value for key, value in values.items()}, checkpoint_id=source, no_dist=True)
