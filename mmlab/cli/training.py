@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -36,7 +37,7 @@ def demo(
     check_writable(json)
     plan = load_plan("quickstart", None if steps is None else [f"train.steps={steps}"])
     results = train(plan)
-    write_results(json, results)
+    _finish(results, json)
     out = console()
     held_out = results.get("held_out")
     if held_out:
@@ -53,15 +54,14 @@ def run(plan: PlanArgument, overrides: Overrides = None, json: JsonOption = None
     """Train a plan, on as many local engines as it needs."""
     check_writable(json)
     results = train(load_plan(plan, overrides))
-    write_results(json, results)
+    _finish(results, json)
     _print_places(results)
 
 
 def train(plan: Plan) -> dict[str, Any]:
     """Train a plan in a lab of this process and write its report; the results as `--json` holds them.
 
-    PlanError on problems of the plan, RunFailed when the run fails. An interrupt stops the run at its next step
-    boundary and then ends the command.
+    PlanError on problems of the plan. An interrupt stops the run at its next step boundary and then ends the command.
     """
     from mmlab.lab import Lab
     from mmlab.ui.report import write_report
@@ -73,10 +73,8 @@ def train(plan: Plan) -> dict[str, Any]:
         console().print(f"run {started.dir}")
         with _stops_on_interrupt(started):
             feed = follow_run(started.dir, lambda: _lab_text(lab.status()))
-    report = write_report(feed.paths.root)
-    if feed.state == "failed":
-        raise RunFailed(f"{feed.reason}\nlogs: {feed.paths.logs}\nreport: {report}")
-    return results_of(feed, time.perf_counter() - began) | {"report": str(report)}
+    seconds = time.perf_counter() - began
+    return results_of(feed, seconds) | {"report": str(write_report(feed.paths.root))}
 
 
 def results_of(feed: Feed, seconds: float) -> dict[str, Any]:
@@ -87,6 +85,7 @@ def results_of(feed: Feed, seconds: float) -> dict[str, Any]:
     return {
         "world_size": feed.plan.world_size,
         "state": feed.state,
+        "reason": feed.reason,
         "losses": losses,
         "loss_fall": fall,
         "held_out": held_out(feed),
@@ -104,6 +103,14 @@ def held_out(feed: Feed) -> dict[str, float | None] | None:
         return None
     loss, swapped = feed.evals[-1]["loss"], feed.evals[-1].get("loss_swapped")
     return {"loss": loss, "loss_swapped": swapped, "ratio": swapped / loss if swapped is not None and loss else None}
+
+
+def _finish(results: dict[str, Any], json: Path | None) -> None:
+    """Write the results; RunFailed, naming rank and logs, when they are those of a failed run."""
+    write_results(json, results)
+    if results["state"] == "failed":
+        logs = Path(results["run"]) / "logs"
+        raise RunFailed(f"{results['reason']}\nlogs: {logs}\nreport: {results['report']}")
 
 
 @contextmanager
