@@ -68,13 +68,13 @@ def _follow_bar(feed: Feed, out: Console, lab_status: Callable[[], str] | None) 
             goes_on = _turn(feed)
             waiting = feed.state in ("queued", "starting")
             note = lab_status() if waiting and lab_status is not None else rates(feed)
-            bar.update(task, description=feed.state, completed=feed.step, total=feed.steps, rates=note)
+            bar.update(task, description=feed.doing, completed=feed.step, total=feed.steps, rates=note)
             if goes_on:
                 time.sleep(POLL)
 
 
 def _follow_lines(feed: Feed, out: Console, lab_status: Callable[[], str] | None) -> None:
-    state, note, next_step = "", "", 1
+    doing, note, next_step = "", "", 1
     goes_on = True
     while goes_on:
         goes_on = _turn(feed)
@@ -82,10 +82,10 @@ def _follow_lines(feed: Feed, out: Console, lab_status: Callable[[], str] | None
         if feed.step >= next_step:
             lines.append(f"step {feed.step}/{feed.steps}  {rates(feed)}")
             next_step = feed.step + max(1, feed.steps // LINES)
-        if feed.state != state:
-            state = feed.state
-            lines.insert(len(lines) if feed.ended else 0, state)
-        if lab_status is not None and state in ("queued", "starting") and (text := lab_status()) != note:
+        if feed.doing != doing:
+            doing = feed.doing
+            lines.insert(0 if doing == "running" else len(lines), doing)
+        if lab_status is not None and doing in ("queued", "starting") and (text := lab_status()) != note:
             note = text
             lines.append(note)
         for line in lines:

@@ -164,6 +164,7 @@ class Dashboard:
         return {
             "name": feed.paths.root.name,
             "state": feed.state,
+            "doing": feed.doing,
             "reason": feed.reason,
             "step": feed.step,
             "steps": feed.steps,

@@ -21,6 +21,8 @@ CURVES = ("loss", "tokens_per_s", "images_per_s", "grad_norm_total", "data_wait"
 """Curves that a feed keeps: fields of `step` events, then the two losses of `eval` events."""
 ENDED = ("finished", "stopped", "failed")
 """States that a run does not leave by itself."""
+BETWEEN = {"eval": "evaluating", "checkpoint": "saving"}
+"""What ranks do between steps, by phase of the beacon."""
 WINDOW = 20
 """Steps over which phases are averaged."""
 SHOWN = ("state", "lineage", "command", "checkpoint", "restore", "eval", "samples", "bad_image", "warning")
@@ -75,6 +77,12 @@ class Feed:
         """Ask the record for the state that beacons and processes tell (a dead rank writes no event)."""
         present = self.record.present(self.state, self.reason)
         self.state, self.reason, self.ranks = present["state"], present["reason"], present["ranks"]
+
+    @property
+    def doing(self) -> str:
+        """The state, or what keeps a running run from its next step: "evaluating", "saving"."""
+        phase = self.ranks[0]["phase"] if self.ranks else ""
+        return BETWEEN.get(phase, self.state) if self.state == "running" else self.state
 
     @property
     def ended(self) -> bool:

@@ -37,6 +37,15 @@ def test_follows_steps_state_and_evaluations(started: SyntheticRun) -> None:
     assert feed.step == 35
 
 
+def test_tells_what_keeps_a_run_from_its_next_step(started: SyntheticRun) -> None:
+    started.train(3)
+    assert read(started).doing == "running"
+    started.beacons[0].update("eval")
+    assert read(started).doing == "evaluating"
+    started.state("paused")
+    assert read(started).doing == "paused"
+
+
 def test_a_restore_takes_the_curves_back(started: SyntheticRun) -> None:
     started.train(40)
     feed = read(started)

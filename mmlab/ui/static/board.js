@@ -277,7 +277,8 @@ class Board {
     put(this.state, `${ICONS[frame.state] ?? ""} ${frame.state}`);
     put(this.name, frame.name ?? "");
     put(this.reason, frame.state === "failed" ? frame.reason : "");
-    put(this.count, `step ${number(frame.step, 9)} of ${number(frame.steps, 9)}`);
+    const doing = frame.doing === frame.state ? "" : `, ${frame.doing}`;
+    put(this.count, `step ${number(frame.step, 9)} of ${number(frame.steps, 9)}${doing}`);
     this.fill.style.width = `${Math.min(100, (100 * frame.step) / Math.max(1, frame.steps))}%`;
     this.bar.setAttribute("aria-valuemax", frame.steps);
     this.bar.setAttribute("aria-valuenow", frame.step);
