@@ -150,11 +150,11 @@ def test_a_dead_decode_process_is_a_readable_error(mixed):
 
 
 _HOLD = """
-import sys, time
-from mmlab.data.pipeline import DataSource
-from mmlab.data.prefetch import Prefetcher
-from mmlab.plan.schema import Plan
 if __name__ == "__main__":
+    import sys, time
+    from mmlab.data.pipeline import DataSource
+    from mmlab.data.prefetch import Prefetcher
+    from mmlab.plan.schema import Plan
     source = DataSource(Plan.model_validate_json(sys.argv[1]))
     prefetcher = Prefetcher(source, 1)
     manifest, _ = source.manifest(1, source.start())

@@ -8,6 +8,7 @@ import sys
 
 import numpy as np
 import pytest
+from data_functions import make_shapes_once
 from data_helpers import numbered_shards, small_plan
 from PIL import Image
 
@@ -297,20 +298,23 @@ def test_a_missing_package_says_what_to_install(tmp_path, monkeypatch):
         make("emoji", tmp_path / "x", samples=5)
 
 
-def _ensure(cache, name):
-    import os
-
-    os.environ["MMLAB_DATA"] = cache
-    return ensure(name).stat().st_ino
-
-
-def test_several_processes_make_a_built_in_set_once(tmp_path):
+def test_several_processes_make_a_set_once(tmp_path):
     with multiprocessing.get_context("spawn").Pool(2) as pool:
-        results = pool.starmap(_ensure, [(str(tmp_path), "shapes")] * 2, chunksize=1)
+        results = pool.map(make_shapes_once, [tmp_path / "shapes"] * 2, chunksize=1)
         pool.close()
         pool.join()
     assert len(set(results)) == 1
-    assert [path.name for path in tmp_path.iterdir()] == ["shapes-1"]
+    assert [path.name for path in tmp_path.iterdir()] == ["shapes"]
+
+
+def test_built_in_sets_are_made_in_the_cache_on_first_use(tmp_path, monkeypatch):
+    monkeypatch.setenv("MMLAB_DATA", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    source = DataSource(small_plan("shapes", model={"language": {"vocab_size": 512}}))
+    assert len(source) == 4000
+    assert source.shards[0].parent == tmp_path / "shapes-1" == ensure("shapes")
+    assert has_held_out(small_plan("shapes"))
+    source.close()
 
 
 def test_a_damaged_description_is_named(tmp_path):

@@ -6,6 +6,7 @@ import os
 import tarfile
 
 import pytest
+from data_functions import open_and_list
 from data_helpers import conversation_json, numbered_shards, picture, small_plan, write_tar
 from PIL import Image
 from webdataset import ShardWriter
@@ -115,14 +116,10 @@ def _refuse_in(folder):
     return mkstemp
 
 
-def _open_in_process(path, tokenizer_path):
-    return open_index(path, TextTokenizer(tokenizer_path)).keys
-
-
 def test_several_processes_index_at_once(tmp_path, tokenizer):
     path = write_tar(tmp_path / "a.tar", [(f"{i}.txt", b"some text") for i in range(300)])
     with multiprocessing.get_context("spawn").Pool(2) as pool:
-        results = pool.starmap(_open_in_process, [(path, tokenizer.path)] * 4, chunksize=1)
+        results = pool.starmap(open_and_list, [(path, tokenizer.path)] * 4, chunksize=1)
         pool.close()
         pool.join()
     assert all(keys == tuple(str(i) for i in range(300)) for keys in results)

@@ -12,7 +12,7 @@ import hashlib
 import io
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
@@ -192,10 +192,10 @@ def is_held_out(shapes: Sequence[Shape]) -> bool:
 
 def _sample(shapes: Sequence[Shape], seed: int, number: int) -> NewSample:
     buffer = io.BytesIO()
-    draw(shapes).save(buffer, format="PNG")
+    draw(shapes).save(buffer, format="PNG", compress_level=1)
     truth = {
         "size": [SIZE, SIZE],
-        "objects": [asdict(item) for item in shapes],
+        "objects": [dict(vars(item)) for item in shapes],
         "conversations": conversation(turns_of(shapes, seed, number)),
     }
     return NewSample(f"{number:08d}", buffer.getvalue(), truth)
