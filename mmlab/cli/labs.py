@@ -109,7 +109,8 @@ def make(
     """Make a built-in data set: shards, held-out split and tokenizer."""
     from rich.progress import Progress
 
-    from mmlab.data import datasets
+    from mmlab.data.cli_support import make_set
+    from mmlab.data.datasets import ensure
 
     with Progress(console=console(), transient=True) as bar:
         task = bar.add_task(name, total=None)
@@ -117,5 +118,5 @@ def make(
         def progress(done: int, total: int, what: str) -> None:
             bar.update(task, completed=done, total=total, description=what)
 
-        made = datasets.ensure(name, progress) if folder is None else datasets.make(name, folder, progress=progress)
-    console().print(f"{name}: {made}", soft_wrap=True)
+        said = str(ensure(name, progress)) if folder is None else make_set(name, folder, progress=progress)
+    console().print(said, soft_wrap=True, markup=False)
