@@ -34,7 +34,7 @@ class Prefetcher:
         )
 
     def submit(self, manifest: StepManifest, positions: Sequence[int]) -> None:
-        """Start to decode the images of the samples at `positions` (those this rank owns)."""
+        """Start to decode the images of the samples at `positions` (those this rank owns). DataError as for `take`."""
         jobs: dict[int, Future] = {}
         for position in positions:
             sample = manifest.samples[position]
@@ -43,7 +43,10 @@ class Prefetcher:
                 continue
             places = [(offset, size) for _, offset, size in self.source.pictures(sample)]
             path = str(self.source.shards[sample.shard])
-            jobs[position] = self._executor.submit(decode_pictures, path, places, self.source.image_size)
+            try:
+                jobs[position] = self._executor.submit(decode_pictures, path, places, self.source.image_size)
+            except BrokenProcessPool:
+                raise self._worker_died() from None
         self._jobs[manifest.step] = jobs
 
     def take(self, manifest: StepManifest) -> tuple[dict[int, torch.Tensor], set[int]]:
@@ -58,14 +61,17 @@ class Prefetcher:
             try:
                 result = job.result()
             except BrokenProcessPool:
-                raise DataError(
-                    f"A decode process ended abruptly (out of memory?). Set data.workers below {self.workers}, or 0."
-                ) from None
+                raise self._worker_died() from None
             sample = manifest.samples[position]
             pixels[position], is_bad = self.source.collect(sample, result) if self.workers else result
             if is_bad:
                 bad.add(position)
         return pixels, bad
+
+    def _worker_died(self) -> DataError:
+        return DataError(
+            f"A decode process ended abruptly (out of memory?). Set data.workers below {self.workers}, or 0."
+        )
 
     def drop(self) -> None:
         """Forget everything submitted (after a restore); what has not begun is not decoded."""

@@ -137,7 +137,12 @@ def _damage(path: Path, samples: Sequence[ScannedSample], error: tarfile.TarErro
 
 
 class ShardFiles:
-    """Open shards, read by offset; safe to use from several threads. Not picklable: each process opens its own."""
+    """Open shards, read by offset; safe to use from several threads. Not picklable: each process opens its own.
+
+    The `MOST_OPEN` shards read last stay open: a process may have 1,024 files, a data set has thousands of shards.
+    """
+
+    MOST_OPEN = 128
 
     def __init__(self, paths: Sequence[Path]) -> None:
         self.paths = list(paths)
@@ -147,11 +152,14 @@ class ShardFiles:
     def read(self, shard: int, offset: int, size: int) -> bytes:
         """`size` bytes at `offset` of a shard; DataError when the file is gone or shorter than that."""
         try:
-            with self._lock:
-                handle = self._handles.get(shard)
+            with self._lock:  # held while reading, so that no other thread closes the file meanwhile
+                handle = self._handles.pop(shard, None)
                 if handle is None:
-                    handle = self._handles[shard] = os.open(self.paths[shard], os.O_RDONLY)
-            data = os.pread(handle, size, offset)
+                    while len(self._handles) >= self.MOST_OPEN:
+                        os.close(self._handles.pop(next(iter(self._handles))))
+                    handle = os.open(self.paths[shard], os.O_RDONLY)
+                self._handles[shard] = handle  # last in order: the first is the one not read for longest
+                data = os.pread(handle, size, offset)
         except OSError as error:
             raise DataError(f"{self.paths[shard]}: cannot be read ({error.strerror}).") from None
         if len(data) < size:

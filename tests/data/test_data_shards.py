@@ -15,7 +15,7 @@ from webdataset.tariterators import group_by_keys, tar_file_expander
 from mmlab.data.index import build_index, open_index
 from mmlab.data.manifest import Split
 from mmlab.data.pipeline import DataSource
-from mmlab.data.shards import expand_shards, scan_shard
+from mmlab.data.shards import ShardFiles, expand_shards, scan_shard
 from mmlab.data.tokenizer import TextTokenizer, train_tokenizer
 from mmlab.errors import DataError
 
@@ -261,3 +261,23 @@ def test_a_pax_name_and_a_dot_folder_are_fine(tmp_path):
     (sample,) = scan_shard(path)
     member = sample.texts["txt"]
     assert path.read_bytes()[member.offset : member.offset + member.size] == b"abc"
+
+
+def test_more_shards_than_files_may_be_open(tmp_path, monkeypatch):
+    folder = numbered_shards(tmp_path, shards=5, samples=1)
+    paths = expand_shards(str(folder))
+    monkeypatch.setattr(ShardFiles, "MOST_OPEN", 2)
+    before = len(os.listdir("/proc/self/fd")) if os.path.isdir("/proc/self/fd") else None
+    files = ShardFiles(paths)
+    for _ in range(2):
+        for shard, path in enumerate(paths):
+            assert files.read(shard, 0, 100) == path.read_bytes()[:100]
+    if before is not None:
+        assert len(os.listdir("/proc/self/fd")) == before + 2
+    files.close()
+    with pytest.raises(DataError, match="became shorter"):
+        files.read(0, paths[0].stat().st_size - 10, 20)
+    files.close()
+    paths[0].unlink()
+    with pytest.raises(DataError, match="cannot be read"):
+        files.read(0, 0, 1)
