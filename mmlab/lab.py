@@ -36,7 +36,7 @@ ENGINES = 6
 CLOSE = 30.0
 """Seconds that a lab gets to end by itself."""
 STOP = 30.0
-"""Seconds that an unfinished run gets to stop when a `with` block ends."""
+"""Seconds that an unfinished run gets to stop when a `with` block ends, before its lab is closed."""
 
 
 class Run:
@@ -55,9 +55,8 @@ class Run:
         candidates = [path, runs_root() / path, *(folder for folder in known if folder.name == path.name)]
         for candidate in candidates:
             if (candidate / "run.json").is_file():
-                made = cls(candidate)
                 _teach_shell()
-                return made
+                return cls(candidate)
         raise MmlabError(f"no run {run}: neither a run's folder nor a name in {runs_root()}; `mmlab runs` lists them")
 
     # looking
@@ -291,11 +290,7 @@ class Lab:
 
     def status(self) -> dict[str, Any]:
         """{"id", "state": queued | starting | ready | failed | ended, "engines": n, "ready": k, "job", "reason"}."""
-        info = self.info()
-        if not registry.alive(self._paths):
-            return {"id": self.id, "state": "ended", "engines": 0, "ready": 0, "job": "", "reason": ""}
-        wanted = {"state": "starting", "engines": self._config.get("engines", 0), "ready": 0, "job": "", "reason": ""}
-        return {"id": self.id} | {key: info.get(key, value) for key, value in wanted.items()}
+        return registry.status(self._paths, self._config)
 
     def wait(self, timeout: float | None = None) -> Lab:
         """Wait until all engines are up. LabError when they cannot be had, WaitTimeout after `timeout` seconds."""
@@ -327,9 +322,8 @@ class Lab:
     def _check_free(self, restarted: Path | None = None) -> None:
         if self.status()["state"] == "ended":
             raise LabError(f"lab {self.id} has ended; start another with mmlab.Lab()")
-        for folder in self.info().get("runs", []):
-            run = Run(folder)
-            if folder != str(restarted) and run.status()["state"] not in ENDED and not run._record.stopping():
+        for run in [Run(folder) for folder in self.info().get("runs", []) if folder != str(restarted)]:
+            if not run._record.stopping() and run.status()["state"] not in ENDED:
                 raise LabError(
                     f"lab {self.id} is busy with run {run.id}; run.stop() and run.wait() first, or Lab() anew"
                 )
@@ -355,15 +349,13 @@ class Lab:
 
     def runs(self) -> list[Run]:
         """The runs of MMLAB_RUNS (else ./runs), newest first, and those of this lab that are elsewhere."""
-        records = {record.paths.root: record for record in list_runs()}
-        folders = [*records, *(Path(f) for f in self.info().get("runs", []) if Path(f) not in records)]
-        return [Run(folder, self) for folder in folders]
+        records = [record.paths.root for record in list_runs()]
+        return [Run(f, self) for f in dict.fromkeys([*records, *map(Path, self.info().get("runs", []))])]
 
     @property
     def view(self) -> Any:
         """The ipyparallel DirectView of the engines, in rank order of the newest run. LabError when not reachable."""
-        engines = self.run._record.info.get("engines") if self.run is not None else None
-        info = self.info()
+        info, engines = self.info(), self.run._record.info.get("engines") if self.run is not None else None
         if self._view is None:
             self._view = LabView()
         return self._view.of(info, engines or [engine["engine"] for engine in info.get("up", [])])

@@ -1,7 +1,7 @@
 """What runs in an engine: a training thread, and short calls in the main thread, which therefore stays free for cells.
 
 The keeper sends `call(method, *arguments)` through ipyparallel. The one `Engine` of the process lives in the engine's
-user namespace under the name `mmlab_engine`, so a cell can look at it too: `%px mmlab_engine.state()`.
+user namespace under the name `mmlab_engine`, so a cell can look at it too: `%px mmlab_engine.job`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from mmlab.cluster.streams import EngineStream, RankLog
 from mmlab.errors import LabError
-from mmlab.messages import Command, Failure, RunPaths, process_started, send, write_failure
+from mmlab.messages import Failure, RunPaths, process_started, write_failure
 
 if TYPE_CHECKING:
     from mmlab.train.job import Job
@@ -88,14 +88,9 @@ class Engine:
         """Whether a training thread is at work."""
         return self.thread is not None and self.thread.is_alive()
 
-    def state(self) -> dict[str, Any]:
-        """{"busy", "run" (folder or None), "rank"}."""
-        job = self.job
-        return {"busy": self.busy, "run": job.run_dir if job else None, "rank": job.rank if job else None}
-
-    def write_command(self, run_dir: str, command: dict[str, Any]) -> None:
-        """Put a command into the inbox of a run whose folder only this host sees."""
-        send(RunPaths(Path(run_dir)).control, Command(**command))
+    def state(self, run_dir: str) -> dict[str, Any]:
+        """Whether a training thread is at work, and whether this host sees a run's folder: {"busy", "sees"}."""
+        return {"busy": self.busy, "sees": RunPaths(Path(run_dir)).run.is_file()}
 
     def end(self) -> None:
         """End the process at once: the way out for a training thread that does not come back."""

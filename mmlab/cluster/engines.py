@@ -79,7 +79,8 @@ class Engines:
         self._end = threading.Event()
         self._loop = asyncio.new_event_loop()
         threading.Thread(target=self._loop.run_forever, name="mmlab-launchers", daemon=True).start()
-        threading.Thread(target=self._manage, name="mmlab-engines", daemon=True).start()
+        self._manager = threading.Thread(target=self._manage, name="mmlab-engines", daemon=True)
+        self._manager.start()
 
     @property
     def batch(self) -> bool:
@@ -208,7 +209,7 @@ class Engines:
             self._start_cluster()
         self._reap()
         missing = self.wanted - len(self.up()) - len(self._expected)
-        if missing > 0 and (self._asked or not self.batch):
+        if missing > 0 and (self._asked or not self.batch) and not self._end.is_set():
             self._asked = False
             self._start_engines(missing)
         if self._client is None:
@@ -357,8 +358,9 @@ class Engines:
         return f"{type(error).__name__}: {error}"
 
     def stop(self, timeout: float) -> None:
-        """End what runs elsewhere (batch jobs); local processes are ended by their keeper, by pid."""
+        """Start nothing more, and end what runs elsewhere (batch jobs); local processes are ended by their keeper."""
         self._end.set()
+        self._manager.join(timeout)
         if self.cluster is None or not self.batch:
             return
         with contextlib.suppress(Exception):  # the jobs may have ended by themselves

@@ -159,7 +159,13 @@ def _gather(run: ActiveRun, engines: Engines, idle: Callable[[], bool], check: C
             continue
         hosts = list(dict.fromkeys(engine.host for engine in up))
         team = sorted(up, key=lambda engine: hosts.index(engine.host))[: run.world]
-        states = engines.call(team, "state", [()] * len(team), ANSWER)
+        states = engines.call(team, "state", [(str(run.paths.root),)] * len(team), ANSWER)
+        blind = sorted({engine.host for engine, state in zip(team, states, strict=True) if not state["sees"]})
+        if blind:
+            folder = run.paths.root
+            raise LabError(
+                f"{', '.join(blind)} cannot see the run's folder {folder}; set MMLAB_RUNS to one that all hosts share"
+            )
         busy = [engine for engine, state in zip(team, states, strict=True) if state["busy"]]
         if not busy:
             return team

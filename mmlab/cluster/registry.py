@@ -196,6 +196,24 @@ def alive(paths: LabPaths) -> bool:
     return process_alive(keeper["pid"], keeper["started"])
 
 
+def status(paths: LabPaths, config: dict[str, Any]) -> dict[str, Any]:
+    """{"id", "state": queued | starting | ready | failed | ended, "engines", "ready", "job", "reason"} of a lab."""
+    info = read_json(paths.state) or {}
+    found = {"id": paths.root.name, "state": "starting", "engines": config.get("engines", 0), "ready": 0}
+    found |= {"job": "", "reason": ""}
+    if not alive(paths):
+        return found | {"state": "ended", "engines": 0, "reason": last_words(paths)}
+    return {key: info.get(key, value) for key, value in found.items()}
+
+
+def last_words(paths: LabPaths) -> str:
+    """The end of the log of a keeper that died; empty when the lab ended as it should, and removed its folder."""
+    try:
+        return paths.log.read_text(errors="replace").strip()[-500:]
+    except OSError:
+        return ""
+
+
 def live_labs() -> list[LabPaths]:
     """Labs that live, oldest first."""
     folders = [LabPaths(path.parent) for path in registry().glob("*/config.json")]

@@ -17,10 +17,14 @@ POLL = 0.1
 
 
 def reached(record: RunRecord, status: dict[str, Any], step: int | None = None) -> bool:
-    """Whether a run has ended, or has done `step` steps. RunFailed when it has failed."""
+    """Whether a run has ended, or has done `step` steps (of this generation: not while it waits to be started again).
+
+    RunFailed when it has failed.
+    """
     if status["state"] == "failed":
         raise RunFailed(f"run {record.id} failed: {status['reason']}; logs are in {record.paths.logs}")
-    return status["state"] in ENDED or (step is not None and status["step"] >= step)
+    started = status["state"] not in ("queued", "starting")
+    return status["state"] in ENDED or (started and step is not None and status["step"] >= step)
 
 
 def wait_for(

@@ -5,8 +5,8 @@ import time
 from pathlib import Path
 
 import pytest
-from conftest import eventually
 from jupyter_client.manager import start_new_kernel
+from lab_helpers import eventually
 
 from mmlab.messages import read_json
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from conftest import alive, eventually, processes, python
+from lab_helpers import alive, eventually, processes, python
 
 from mmlab import Run
 from mmlab.cluster import registry
@@ -154,7 +154,7 @@ def test_a_million_printed_lines_stay_out_of_every_memory(free_lab, plan):
     here = psutil.Process()
     before = engine.memory_info().rss, here.memory_info().rss
     run = free_lab.train(plan.with_({"name": "print-350000"}))
-    eventually(lambda: run.status()["step"] >= 5, timeout=100)
+    eventually(lambda: [r["step"] for r in run.status()["ranks"] if r["step"] >= 2][2:], timeout=100)
     view.apply_sync(os.getpid)
     after = engine.memory_info().rss, here.memory_info().rss
     assert max(b - a for a, b in zip(before, after, strict=True)) < 30e6

@@ -5,7 +5,7 @@ import signal
 import subprocess
 
 import pytest
-from conftest import assert_ended, eventually, processes, python
+from lab_helpers import assert_ended, eventually, processes, python
 
 from mmlab.cluster import registry
 from mmlab.errors import LabError
@@ -128,3 +128,19 @@ def test_native_windows_is_refused_in_one_sentence(monkeypatch):
     monkeypatch.setattr("sys.platform", "win32")
     with pytest.raises(LabError, match="use WSL2"):
         Lab()
+
+
+@pytest.mark.slow
+def test_a_cluster_stopped_from_the_sidebar_fails_the_run_and_the_lab_trains_again(owner):
+    import ipyparallel as ipp
+
+    kernel = owner(TRAIN + "time.sleep(600)", outlive=True)
+    kernel.stdout.readline()
+    lab = Lab.attach()
+    ipp.Cluster.from_file(lab.info()["cluster_file"]).stop_cluster_sync()  # what the sidebar's button does
+    status = eventually(lambda: (s := lab.run.status())["state"] == "failed" and s, timeout=2.0)
+    assert "its process ended" in status["reason"]
+    lab.train(lab.run.plan).wait(step=2, timeout=90)
+    pids = processes(lab)
+    lab.close()
+    assert_ended(pids)

@@ -6,7 +6,7 @@ import socket
 import sys
 
 import pytest
-from conftest import FAKE, assert_ended, eventually, processes
+from lab_helpers import FAKE, assert_ended, eventually, processes
 
 from mmlab import Plan
 from mmlab.errors import LabError

@@ -1,0 +1,121 @@
+"""Choosing engines for a run, with engines that are only described."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from mmlab.cluster.engines import EngineInfo
+from mmlab.cluster.launching import Stopped, launch, take_over, watch
+from mmlab.errors import LabError
+from mmlab.messages import EventLog, Failure, new_command, read_ack, read_json, send, write_failure
+from mmlab.messages.runs import create_run
+
+
+class Described:
+    """Engines that answer what they are told to."""
+
+    batch = True
+    connected = True
+    problem = ""
+
+    def __init__(self, hosts, busy=(), blind=()):
+        self.engines = [EngineInfo(id, 100 + id, 1.0, host, False) for id, host in enumerate(hosts)]
+        self.busy, self.blind = set(busy), set(blind)
+        self.config = SimpleNamespace(worker="w")
+        self.asked, self.gone, self.started = 0, set(), []
+
+    def ensure(self, n):
+        self.asked = n
+
+    def up(self):
+        return [engine for engine in self.engines if engine.id not in self.gone]
+
+    def lost(self, engine):
+        return engine.id in self.gone
+
+    def call(self, team, method, arguments, timeout):
+        if method == "state":
+            return [{"busy": e.id in self.busy, "sees": e.host not in self.blind} for e in team]
+        if method == "open_store":
+            return [("10.0.0.1", 1234)]
+        assert method == "start"
+        self.started = [(engine.id, job) for engine, (job, _) in zip(team, arguments, strict=True)]
+        return [None] * len(team)
+
+
+@pytest.fixture
+def run(tmp_path):
+    paths = create_run(tmp_path, "x", "", world_size=4, steps=10)
+    return take_over({"run_dir": str(paths.root), "generation": 1, "restore": "step-5", "time": 0.0})
+
+
+def start(run, engines):
+    launch(run, engines, lambda: True, lambda: False)
+
+
+def test_neighbouring_ranks_share_hosts_and_every_rank_has_its_job(run):
+    engines = Described(["a", "b", "a", "b", "c"])
+    start(run, engines)
+    assert [engine for engine, _ in engines.started] == [0, 2, 1, 3]
+    assert [(job["rank"], job["restore"], job["store_port"]) for _, job in engines.started] == [
+        (rank, "step-5", 1234) for rank in range(4)
+    ]
+    info = read_json(run.paths.run)
+    assert (info["engines"], info["hosts"]) == ([0, 2, 1, 3], ["a", "a", "b", "b"])
+    assert engines.asked == 4
+
+
+def test_hosts_that_do_not_see_the_folder_are_named(run):
+    with pytest.raises(LabError, match=r"b, c cannot see the run's folder .*MMLAB_RUNS"):
+        start(run, Described(["a", "b", "c", "c"], blind=["b", "c"]))
+
+
+def test_engines_that_cannot_be_had_are_no_endless_wait(run):
+    engines = Described(["a"])
+    engines.problem = "sbatch was not found"
+    with pytest.raises(LabError, match="sbatch was not found"):
+        start(run, engines)
+
+
+def test_a_stop_that_waits_ends_the_waiting(run):
+    command = new_command("stop")
+    send(run.paths.control, command)
+    with pytest.raises(Stopped):
+        start(run, Described(["a"]))
+    assert read_ack(run.paths.control, command.id).ok
+
+
+def test_commands_for_a_generation_that_has_ended_are_refused(run):
+    old = new_command("pause")
+    send(run.paths.control, old)
+    take_over({"run_dir": str(run.paths.root), "generation": 2, "restore": None, "time": old.time + 1})
+    assert read_ack(run.paths.control, old.id).message == "the run had ended"
+    assert read_json(run.paths.run)["generation"] == 2
+
+
+def test_an_engine_that_left_is_written_down_and_reported_if_no_rank_does(run):
+    engines = Described(["a"] * 4)
+    start(run, engines)
+    engines.gone.add(2)
+    watch(run, engines)
+    record = read_json(run.paths.failures / "generation-1" / "rank-2.json")
+    assert (record["kind"], record["message"]) == ("lost", "its process (pid 102 on a) ended")
+    assert not run.ended  # a surviving rank has a second
+    run.noticed -= 10
+    watch(run, engines)
+    run.read()
+    assert run.state == "failed"
+
+
+def test_what_a_rank_reports_is_not_repeated(run):
+    engines = Described(["a"] * 4)
+    start(run, engines)
+    write_failure(run.paths.failures, 1, Failure(1, "stage 0", "forward", 3, "exception", "x"))
+    log = EventLog(run.paths.events)
+    log.emit("state", state="failed", step=3, reason="x")
+    log.close()
+    run.noticed = 1.0
+    before = run.paths.events.read_text()
+    watch(run, engines)
+    assert run.ended
+    assert run.paths.events.read_text() == before
