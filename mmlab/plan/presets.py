@@ -35,10 +35,10 @@ global_batch = 16
 seq_len = 64
 
 [train]
-steps = 120
+steps = 150
 
 [train.vision]
-lr = 1e-3
+lr = 5e-4
 warmup_steps = 5
 
 [train.projector]
