@@ -86,7 +86,8 @@ def _lineage(event: Event) -> str:
 
 def _command(event: Event) -> str:
     text = command_text(event.get("verb", ""), event.get("args") or {})
-    note = f" ({event['message']})" if event.get("message") else ""
+    message = event.get("message") or ""
+    note = f" ({message})" if message and message not in text else ""
     if not event.get("ok"):
         return f"{text}: refused{note}"
     return f"{text}: applied after step {event.get('step')} on {len(event.get('ranks') or [])} ranks{note}"

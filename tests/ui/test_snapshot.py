@@ -75,6 +75,9 @@ def test_events_and_commands_read_as_sentences() -> None:
     assert command_text("step", {"n": 3}) == "step 3"
     command = {"kind": "command", "verb": "pause", "ok": True, "step": 7, "ranks": [0, 1], "message": ""}
     assert event_text(command) == "pause: applied after step 7 on 2 ranks"
+    assert event_text(command | {"message": "3 of 4 ranks"}).endswith("on 2 ranks (3 of 4 ranks)")
+    changed = {"verb": "set", "args": {"values": {"train.steps": 7}}, "message": "train.steps = 7"}
+    assert event_text(command | changed) == "set train.steps = 7: applied after step 7 on 2 ranks"
     assert event_text(command | {"ok": False, "message": "ended"}) == "pause: refused (ended)"
     assert event_text({"kind": "bad_image", "sample": "a/1", "reason": "truncated"}) == (
         "image of a/1 cannot be decoded: truncated"
