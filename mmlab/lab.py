@@ -354,11 +354,15 @@ class Lab:
 
     @property
     def view(self) -> Any:
-        """The ipyparallel DirectView of the engines, in rank order of the newest run. LabError when not reachable."""
-        info, engines = self.info(), self.run._record.info.get("engines") if self.run is not None else None
-        if self._view is None:
-            self._view = LabView()
-        return self._view.of(info, engines or [engine["engine"] for engine in info.get("up", [])])
+        """The ipyparallel DirectView of the engines: in rank order of the newest run while its engines live, else all.
+
+        LabError when they cannot be reached.
+        """
+        info = self.info()
+        up = [engine["engine"] for engine in info.get("up", [])]
+        ranks = self.run._record.info.get("engines", []) if self.run is not None else []
+        self._view = self._view or LabView()
+        return self._view.of(info, ranks if ranks and set(ranks) <= set(up) else up)
 
     def close(self, timeout: float = CLOSE) -> None:
         """End the engines and everything the lab has started; a live run ends with it. No process is left."""

@@ -53,7 +53,7 @@ class LabView:
             self._file = file
         gone = set(ids) - set(self._client.ids)
         if gone:
-            raise LabError(f"engines {sorted(gone)} are gone; lab.status() shows whether new ones are up")
+            raise LabError(f"engines {sorted(gone)} just ended; lab.status() shows whether new ones are up")
         return self._client.direct_view(list(ids))
 
     def close(self) -> None:

@@ -37,6 +37,8 @@ TICK = 0.1
 """Seconds between looks at who has registered."""
 SCAN = 2.0
 """Seconds between looks at all processes of this host, a few milliseconds each."""
+CONTROLLER = 7 * 24 * 3600.0
+"""Seconds that a controller which itself waits in a batch queue may take to come up."""
 ANSWER = 60.0
 """Seconds in which an engine answers a call that needs no work of it."""
 
@@ -229,6 +231,7 @@ class Engines:
             # engines on other hosts: reachable, therefore encrypted; and a queue may take hours
             arguments |= {"profile": self.config.profile, "controller_ip": "*", "engine_timeout": 2**31 - 1}
             arguments |= {"controller_args": ["--IPController.enable_curve=True"]}
+            more.ControllerLauncher.connection_info_timeout = -1.0
             more.BatchSystemLauncher.batch_file_name = str(registry() / self.config.id / "job.sh")
         else:
             arguments |= {"profile": "default", "engines": "local", "controller": "local", "load_profile": False}
@@ -275,7 +278,12 @@ class Engines:
 
     def _start_engines(self, n: int) -> None:
         assert self.cluster is not None
-        set_id = self._run(self.cluster.start_engines(n), 7 * 24 * 3600.0 if self.batch else ANSWER)
+        try:
+            set_id = self._run(self.cluster.start_engines(n), CONTROLLER if self.batch else ANSWER)
+        except RuntimeError:  # the controller ended while its connection file was waited for
+            if self._controller is not None and not self._controller.alive:
+                self._forget_cluster()
+            raise
         engine_set = self.cluster.engines[set_id]
         job = getattr(engine_set, "job_id", "")
         if job:

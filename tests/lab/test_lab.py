@@ -186,6 +186,8 @@ def test_a_killed_engine_is_named_replaced_and_the_lab_trains_again(free_lab, pl
     assert status["reason"].startswith("rank 1 (fake 1) failed in forward of step ")
     assert status["reason"].endswith("its process ended")
     eventually(lambda: [e for e in run.events() if e["kind"] == "state"][-1]["state"] == "failed", timeout=4.0)
+    eventually(lambda: victim["engine"] not in [engine["engine"] for engine in free_lab.info()["up"]])
+    assert victim["pid"] not in free_lab.view.apply_sync(os.getpid)
     again = running(free_lab.train(plan))
     ranks = again.status()["ranks"]
     assert [rank["alive"] for rank in ranks] == [True] * 3

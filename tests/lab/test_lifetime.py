@@ -2,6 +2,7 @@
 
 import os
 import signal
+import socket
 import subprocess
 
 import pytest
@@ -143,4 +144,22 @@ def test_a_cluster_stopped_from_the_sidebar_fails_the_run_and_the_lab_trains_aga
     lab.train(lab.run.plan).wait(step=2, timeout=90)
     pids = processes(lab)
     lab.close()
+    assert_ended(pids)
+
+
+def test_a_port_in_use_is_named(alone, place):
+    profile = place / "ipython" / "profile_fixed"
+    profile.mkdir(parents=True, exist_ok=True)
+    with socket.socket() as taken:
+        taken.bind(("0.0.0.0", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        (profile / "ipcontroller_config.py").write_text(f"c = get_config()\nc.IPController.ports = [{port}] * 40\n")
+        lab = Lab(profile="fixed", engines=1, worker="fake_worker")
+        try:
+            with pytest.raises(LabError, match=r"the controller ended while it started, and said:[\s\S]*in use"):
+                lab.wait(timeout=60)
+        finally:
+            pids = processes(lab)
+            lab.close()
     assert_ended(pids)
