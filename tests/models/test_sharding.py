@@ -2,10 +2,11 @@
 
 import subprocess
 import sys
+from math import log
 
 import pytest
 import torch
-from model_helpers import make_plan
+from model_helpers import make_plan, make_text
 
 from mmlab.models.build import plain_model
 from mmlab.models.initial import initial_values
@@ -55,13 +56,11 @@ def test_initial_values_follow_from_seed_and_name():
 
 
 @pytest.mark.parametrize("changes", VARIANTS)
-def test_models_start_near_the_uniform_guess(changes):
-    from model_helpers import make_text
-
+def test_models_start_within_one_nat_of_the_uniform_guess(changes):
     plan = make_plan(changes)
     text = make_text(plan, (40, 40), images=1)
     loss = plain_model(plan)(text, torch.randn(1, 3, 32, 32)) / (text.targets >= 0).sum()
-    assert loss.item() == pytest.approx(torch.tensor(96.0).log().item(), rel=0.05)
+    assert 0 < loss.item() - log(96) < 1
 
 
 def test_every_split_parameter_divides_by_the_degrees_that_the_heads_admit():
