@@ -41,14 +41,24 @@ def test_half_precision_computation_keeps_full_precision_gradients(pool):
     assert 1e-4 < results[0]["grads"] < 0.1
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_each_rank_starts_with_its_slice_of_the_same_values(pool, dtype):
+@pytest.mark.parametrize(("ranks", "dtype"), [(2, torch.float32), (2, torch.float64), (4, torch.float32)])
+def test_each_rank_starts_with_its_slice_of_the_same_values(pool, ranks, dtype):
     changes = {"model.language.attention_bias": True, "model.language.tied_embeddings": False}
+    changes["model.language.kv_heads"] = 4
     plain = dict(plain_model(make_plan(changes), dtype).named_parameters())
     names = {name for name in plain if name.startswith("language.")}
-    for rank, shards in enumerate(pool.run(rank_functions.initial_shards, changes, dtype, ranks=2)):
+    pool.grow(ranks)
+    results = pool.run(rank_functions.initial_shards, changes, dtype, ranks=ranks)
+    for rank, shards in enumerate(results):
         assert shards.keys() == names
         for name, shard in shards.items():
             dim = tp_dim(name)
             whole = plain[name].detach()
-            assert torch.equal(shard, whole if dim is None else whole.chunk(2, dim)[rank]), name
+            assert torch.equal(shard, whole if dim is None else whole.chunk(ranks, dim)[rank]), name
+
+
+def test_four_ranks_equal_one_in_float64(pool):
+    pool.grow(4)
+    results = pool.run(rank_functions.against_plain, {"model.language.kv_heads": 4}, torch.float64, 2, ranks=4)
+    for result in results:
+        assert max(result[key] for key in ("loss", "grads", "tokens", "logits")) < 1e-12
