@@ -86,6 +86,7 @@ def results_of(feed: Feed, seconds: float) -> dict[str, Any]:
         "world_size": feed.plan.world_size,
         "state": feed.state,
         "reason": feed.reason,
+        "cause": feed.record.cause(),
         "losses": losses,
         "loss_fall": fall,
         "held_out": held_out(feed),
@@ -110,7 +111,8 @@ def _finish(results: dict[str, Any], json: Path | None) -> None:
     write_results(json, results)
     if results["state"] == "failed":
         logs = Path(results["run"]) / "logs"
-        raise RunFailed(f"{results['reason']}\nlogs: {logs}\nreport: {results['report']}")
+        message = f"{results['reason']}\nlogs: {logs}\nreport: {results['report']}"
+        raise RunFailed(message, results["cause"])
 
 
 @contextmanager

@@ -28,7 +28,9 @@ class Failure:
     time: float = 0.0
 
     def sentence(self) -> str:
-        """The failure in one sentence."""
+        """The failure in one sentence; what the user's input is at fault for says so itself, alike on every rank."""
+        if self.kind == "input":
+            return self.message
         what = "its process ended" if self.kind == "lost" else self.message
         return f"rank {self.rank} ({self.role}) failed in {self.phase} of step {self.step}: {what}"
 

@@ -64,7 +64,8 @@ LAPTOP = (
 
 LLAVA_7B = """\
 # LLaVA-1.5-7B (Liu et al. 2023): CLIP ViT-L/14 at 336 pixels, two-layer projector, Vicuna-7B. Projector and language
-# model train, the encoder stays as it is (second stage of LLaVA's recipe).
+# model train, the encoder stays as it is (second stage of LLaVA's recipe). LLaVA reads the encoder's last layer but one,
+# so 23 of its 24 layers are computed.
 name = "llava-7b"
 
 [model.vision]
@@ -72,7 +73,7 @@ family = "clip"
 image_size = 336
 patch_size = 14
 hidden = 1024
-layers = 24
+layers = 23
 heads = 16
 intermediate = 4096
 norm_eps = 1e-5

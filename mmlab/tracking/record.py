@@ -96,6 +96,10 @@ class RunRecord:
         """The newest step event, of any lineage; None before the first step."""
         return next((event for event in reversed(self._events) if event["kind"] == "step"), None)
 
+    def last_state(self) -> str:
+        """The state that the events give; `status` sees a loss earlier."""
+        return next((event["state"] for event in reversed(self.events()) if event["kind"] == "state"), "queued")
+
     def status(self) -> dict[str, Any]:
         """The state of the run right now.
 
@@ -125,6 +129,13 @@ class RunRecord:
             state, reason = "failed", failure
         ranks = [self._rank(beacon, info, state) for beacon in beacons]
         return {"state": state, "reason": reason, "generation": generation, "ranks": ranks}
+
+    def cause(self) -> str:
+        """The kind of the first failure of this generation (`messages.Failure`): "input" when the user's plan or data
+        is at fault; empty when nothing failed or nobody could say why."""
+        failures = self.failures()
+        said = next((e["cause"] for e in reversed(self.events()) if e["kind"] == "state" and "cause" in e), "")
+        return failures[0].kind if failures else said
 
     def stopping(self) -> bool:
         """Whether a stop was sent and has not been carried out yet, or only just."""

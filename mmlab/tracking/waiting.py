@@ -8,12 +8,15 @@ from collections.abc import Callable
 from typing import Any
 
 from mmlab.errors import RunFailed
+from mmlab.messages import EventLog, claim_report
 from mmlab.tracking.progress import Bar, progress_bar
 from mmlab.tracking.record import ENDED, RunRecord
 from mmlab.tracking.sent import WaitInterrupted, WaitTimeout
 
 POLL = 0.1
 """Seconds between looks at what is waited for."""
+REPORT = 3.0
+"""Seconds between the claim to report a failure and its event, on a busy machine."""
 
 
 def reached(record: RunRecord, status: dict[str, Any], step: int | None = None) -> bool:
@@ -22,7 +25,8 @@ def reached(record: RunRecord, status: dict[str, Any], step: int | None = None) 
     RunFailed when it has failed.
     """
     if status["state"] == "failed":
-        raise RunFailed(f"run {record.id} failed: {status['reason']}; logs are in {record.paths.logs}")
+        message = f"run {record.id} failed: {status['reason']}; logs are in {record.paths.logs}"
+        raise RunFailed(message, record.cause())
     started = status["state"] not in ("queued", "starting")
     return status["state"] in ENDED or (started and step is not None and status["step"] >= step)
 
@@ -64,3 +68,19 @@ def words(record: RunRecord, status: dict[str, Any]) -> str:
         if last.get("tokens_per_s"):
             parts.append(f"{last['tokens_per_s']:.0f} tokens/s")
     return ", ".join(parts)
+
+
+def settle(record: RunRecord) -> None:
+    """See that the log of a run that has failed says so, before its next generation writes to it.
+
+    Faces see a loss from the files at once; the event that a surviving rank, or the keeper, appends comes later, and
+    would otherwise be taken for a failure of the new generation.
+    """
+    status = record.status()
+    end = time.monotonic() + REPORT
+    while status["state"] == "failed" and record.last_state() not in ENDED:
+        if claim_report(record.paths.failures, status["generation"]) or time.monotonic() > end:
+            log = EventLog(record.paths.events, status["lineage"])
+            log.emit("state", state="failed", step=status["step"], reason=status["reason"])
+            log.close()
+        time.sleep(0.02)
