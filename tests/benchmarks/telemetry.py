@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import random
 import signal
 import statistics
 import subprocess
@@ -27,6 +28,8 @@ PERIOD = 0.1
 WARM_STEPS = 3
 """Steps of each side before anything is timed: allocators, caches, connections."""
 MOST_STEPS = 1_000_000
+RESAMPLES = 2000
+"""Times that the rounds are drawn anew for the interval of the overhead (bootstrap)."""
 
 
 # -- the ranks
@@ -144,20 +147,34 @@ def measure(plan, rounds, steps):
     return summary(plan, seconds, steps) | {"logged": logged}
 
 
+def overhead(on, off):
+    """Percent by which the median block takes longer when watched."""
+    return 100 * (statistics.median(on) / statistics.median(off) - 1)
+
+
+def interval(on, off):
+    """The 95 % interval of the overhead: rounds drawn with replacement (Efron 1979, percentile bootstrap)."""
+    draw, rounds, found = random.Random(0), range(len(on)), []
+    for _ in range(RESAMPLES):
+        chosen = draw.choices(rounds, k=len(on))
+        found.append(overhead([on[i] for i in chosen], [off[i] for i in chosen]))
+    found.sort()
+    return [found[RESAMPLES // 40], found[-RESAMPLES // 40]]
+
+
 def summary(plan, seconds, steps) -> dict[str, Any]:
-    """Medians, their ratio, and the quartiles of the ratios of neighbouring blocks."""
+    """Medians of both sides, the overhead and its interval."""
     rates = {name: [steps / s for s in values] for name, values in seconds.items()}
     median = {name: statistics.median(values) for name, values in rates.items()}
-    pairs = [off / on for on, off in zip(rates["on"], rates["off"], strict=True)]
     return {
         "plan": plan.name,
         "ranks": plan.world_size,
-        "rounds": len(pairs),
+        "rounds": len(seconds["on"]),
         "steps_a_block": steps,
         "on_steps_per_s": median["on"],
         "off_steps_per_s": median["off"],
-        "overhead_percent": 100 * (median["off"] / median["on"] - 1),
-        "overhead_percent_of_pairs": [100 * (value - 1) for value in statistics.quantiles(pairs, n=4)],
+        "overhead_percent": overhead(seconds["on"], seconds["off"]),
+        "overhead_percent_interval": interval(seconds["on"], seconds["off"]),
         "seconds": seconds,
     }
 
@@ -179,12 +196,11 @@ def main() -> None:
     found = measure(Plan.load(arguments.plan), arguments.rounds, arguments.steps)
     if arguments.json:
         arguments.json.write_text(json.dumps(found, indent=1))
-    low, middle, high = found["overhead_percent_of_pairs"]
+    low, high = found["overhead_percent_interval"]
     print(f"{found['plan']}, {found['ranks']} ranks, {found['rounds']} rounds of {found['steps_a_block']} steps a side")
     print(f"watched   {found['on_steps_per_s']:.3f} steps/s (median)")
     print(f"unwatched {found['off_steps_per_s']:.3f} steps/s (median)")
-    print(f"overhead {found['overhead_percent']:.2f} % (ratio of medians)")
-    print(f"of neighbouring blocks: median {middle:.2f} %, quartiles {low:.2f} % and {high:.2f} %")
+    print(f"overhead {found['overhead_percent']:.2f} % (ratio of medians; 95 % interval {low:.2f} to {high:.2f} %)")
 
 
 if __name__ == "__main__":
