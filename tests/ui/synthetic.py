@@ -31,7 +31,7 @@ class SyntheticRun:
     """Writes a run's files step by step. The losses are an exponential fall with seeded noise."""
 
     def __init__(self, root: Path, plan: Plan | None = None, name: str = "synthetic") -> None:
-        self.plan = plan or Plan.preset("quickstart")
+        self.plan = plan or Plan.preset("quickstart").with_("train.steps=120")
         self.paths = create_run(root, name, self.plan.dumps(), self.plan.world_size, self.plan.train.steps)
         self.events = EventLog(self.paths.events, lineage="a")
         self.places = self.plan.layout().places
