@@ -20,14 +20,14 @@ from mmlab.cluster import registry
 from mmlab.cluster.client import LabView, check_profile
 from mmlab.cluster.registry import LabConfig, LabPaths
 from mmlab.errors import LabError, MmlabError
-from mmlab.messages import EventLog, new_command, read_json, send, write_json
+from mmlab.messages import new_command, read_json, send, write_json
 from mmlab.messages.runs import create_run, runs_root
 from mmlab.plan import Plan, set_live
 from mmlab.plan.schema import ClusterConfig
 from mmlab.tracking.progress import current_shell, in_kernel, report_unseen
 from mmlab.tracking.record import ENDED, RunRecord, list_runs
 from mmlab.tracking.sent import Sent, WaitTimeout
-from mmlab.tracking.waiting import POLL, reached, wait_for
+from mmlab.tracking.waiting import POLL, queue_again, reached, settle, wait_for
 
 WORKER = "mmlab.train.worker"
 """The module that trains (see `mmlab.cluster.engine`)."""
@@ -331,15 +331,14 @@ class Lab:
     def _launch(self, run: Run, restore: str | None) -> None:
         """Have the keeper start the next generation of a run."""
         self._check_free(run.dir)
+        settle(run._record)
         paths = run._record.paths
         info = run._record.info
         generation = int(info["generation"]) + 1
         lab = {"root": str(self._paths.root), "host": registry.this_process()["host"]}
         write_json(paths.run, info | {"generation": generation, "lab": lab, "keeper": None, "engines": []})
-        if generation > 1:  # a run that has ended is queued again
-            log = EventLog(paths.events, run.status()["lineage"])
-            log.emit("state", state="queued", step=run.status()["step"], reason="")
-            log.close()
+        if generation > 1:
+            queue_again(run._record)
         run._seen_failed = False
         self.run = run
         registry.ask(self._paths, "launch", run_dir=str(paths.root), generation=generation, restore=restore)
@@ -384,8 +383,8 @@ class Lab:
     ) -> None:
         """Stop what is unfinished, then close."""
         run = self.run
-        if run is not None and run.status()["state"] not in ENDED:
-            with contextlib.suppress(MmlabError):
+        with contextlib.suppress(MmlabError):  # it has ended
+            if run is not None:
                 run.stop()
                 run.wait(timeout=STOP, progress=False)
         self.close()

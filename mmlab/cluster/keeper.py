@@ -90,7 +90,7 @@ class Keeper:
                 self.log.exception("launch")
                 return
             with self._wake:
-                self.runs.append(run)
+                self.runs = [old for old in self.runs if old.paths != run.paths] + [run]
                 self._pending.append(run)
                 self._wake.notify()
 

@@ -63,7 +63,7 @@ class ActiveRun:
         for event in events:
             self.lineage = event.get("lineage") or self.lineage
             self.step = event.get("step", self.step)
-            if event["kind"] == "state":
+            if event["kind"] == "state" and not self.ended:  # what comes after the end is another generation's
                 self.state = event["state"]
 
     @property

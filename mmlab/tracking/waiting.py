@@ -84,3 +84,11 @@ def settle(record: RunRecord) -> None:
             log.emit("state", state="failed", step=status["step"], reason=status["reason"])
             log.close()
         time.sleep(0.02)
+
+
+def queue_again(record: RunRecord) -> None:
+    """Write that a run which had ended waits for its next generation, whose number is in `run.json` already."""
+    status = record.status()
+    log = EventLog(record.paths.events, status["lineage"])
+    log.emit("state", state="queued", step=status["step"], reason="")
+    log.close()

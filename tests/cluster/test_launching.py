@@ -119,3 +119,19 @@ def test_what_a_rank_reports_is_not_repeated(run):
     watch(run, engines)
     assert run.ended
     assert run.paths.events.read_text() == before
+
+
+def test_a_generation_that_has_ended_is_not_revived_by_the_next(run):
+    engines = Described(["a"] * 4)
+    start(run, engines)
+    write_failure(run.paths.failures, 1, Failure(1, "stage 0", "forward", 3, "exception", "x"))
+    log = EventLog(run.paths.events)
+    for state in ("failed", "queued"):
+        log.emit("state", state=state, step=3, reason="x")
+    log.close()
+    run.noticed = 1.0
+    before = run.paths.events.read_text()
+    watch(run, engines)
+    watch(run, engines)
+    assert run.state == "failed"
+    assert run.paths.events.read_text() == before

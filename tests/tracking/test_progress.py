@@ -8,12 +8,12 @@ import pytest
 from rich.console import Console
 
 from mmlab.errors import MmlabError, RunFailed
-from mmlab.messages import Ack, EventLog, Inbox, new_command, send
+from mmlab.messages import Ack, EventLog, Failure, Inbox, claim_report, new_command, send, write_failure
 from mmlab.messages.runs import create_run
 from mmlab.tracking import RunRecord
 from mmlab.tracking.progress import Silent, Terminal, progress_bar
 from mmlab.tracking.sent import Sent, WaitTimeout
-from mmlab.tracking.waiting import wait_for, words
+from mmlab.tracking.waiting import settle, wait_for, words
 
 
 @pytest.fixture
@@ -71,3 +71,21 @@ def test_a_command_shows_what_became_of_it(paths, ok, shown):
     else:
         with pytest.raises(MmlabError, match="pause was refused: done"):
             sent.wait()
+
+
+@pytest.mark.parametrize("claimed", [False, True])
+def test_a_failure_is_in_the_log_before_the_next_generation(paths, claimed):
+    log = EventLog(paths.events, "a")
+    log.emit("state", state="running", step=4, reason="")
+    write_failure(paths.failures, 0, Failure(1, "stage 0", "forward", 4, "lost", "gone"))
+    record = RunRecord(paths.root)
+    if claimed:  # a surviving rank is about to report
+        assert claim_report(paths.failures, 0)
+        threading.Timer(0.3, lambda: log.emit("state", state="failed", step=4, reason="by a rank")).start()
+    settle(record)
+    (failed,) = [event for event in record.events() if event.get("state") == "failed"]
+    reason = "by a rank" if claimed else "rank 1 (stage 0) failed in forward of step 4: its process ended"
+    assert failed["reason"] == reason
+    settle(record)
+    assert [event["state"] for event in record.events()] == ["queued", "running", "failed"]
+    log.close()
