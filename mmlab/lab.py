@@ -357,11 +357,8 @@ class Lab:
 
         LabError when they cannot be reached.
         """
-        info = self.info()
-        up = [engine["engine"] for engine in info.get("up", [])]
-        ranks = self.run._record.info.get("engines", []) if self.run is not None else []
         self._view = self._view or LabView()
-        return self._view.of(info, ranks if ranks and set(ranks) <= set(up) else up)
+        return self._view.of(self.info(), self.run._record.info.get("engines", []) if self.run is not None else [])
 
     def close(self, timeout: float = CLOSE) -> None:
         """End the engines and everything the lab has started; a live run ends with it. No process is left."""

@@ -35,9 +35,13 @@ class LabView:
         self._client: Any = None
         self._file = ""
 
-    def of(self, info: dict[str, Any], ids: list[int]) -> Any:
-        """The DirectView of these engines, in this order. LabError when the controller does not answer."""
-        if not info.get("cluster_id") or not ids:
+    def of(self, info: dict[str, Any], ranks: list[int]) -> Any:
+        """The DirectView of these engines in this order while all of them live, else of those that are up.
+
+        `info` is what the keeper wrote. LabError when there are none, or the controller does not answer.
+        """
+        up = [engine["engine"] for engine in info.get("up", [])]
+        if not info.get("cluster_id") or not (up or ranks):
             raise LabError("the engines are not up yet; lab.wait() waits for them")
         file = os.path.join(info["profile_dir"], "security", f"ipcontroller-{info['cluster_id']}-client.json")
         import ipyparallel as ipp
@@ -51,9 +55,10 @@ class LabView:
                     f"the controller does not answer ({error or type(error).__name__}); steering works without it"
                 ) from None
             self._file = file
-        gone = set(ids) - set(self._client.ids)
-        if gone:
-            raise LabError(f"engines {sorted(gone)} just ended; lab.status() shows whether new ones are up")
+        registered = set(self._client.ids)
+        ids = ranks if ranks and set(ranks) <= registered else [one for one in up if one in registered]
+        if not ids:
+            raise LabError("no engine is registered; lab.status() shows whether new ones are up")
         return self._client.direct_view(list(ids))
 
     def close(self) -> None:
