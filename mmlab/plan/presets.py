@@ -64,8 +64,8 @@ LAPTOP = (
 
 LLAVA_7B = """\
 # LLaVA-1.5-7B (Liu et al. 2023): CLIP ViT-L/14 at 336 pixels, two-layer projector, Vicuna-7B. Projector and language
-# model train, the encoder stays as it is (second stage of LLaVA's recipe). LLaVA reads the encoder's last layer but one,
-# so 23 of its 24 layers are computed.
+# model train, the encoder stays as it is (second stage of LLaVA's recipe). LLaVA reads the encoder's last layer but
+# one, so 23 of its 24 layers are computed.
 name = "llava-7b"
 
 [model.vision]
