@@ -91,10 +91,11 @@ def show(page: Page, address: str, folder: Path, live: Path) -> None:
 
 
 def step_of(page: Page) -> int:
+    """The step that the board shows; -1 while it has no data (a page that was just loaded)."""
     text = page.locator(f"{BOARD} .mm-head").inner_text()
-    found = re.search(r"step ([\d,]+) of", text)
+    found = re.search(r"step ([\d,]+|–) of", text)
     assert found, text
-    return int(found[1].replace(",", ""))
+    return -1 if found[1] == "–" else int(found[1].replace(",", ""))
 
 
 def curve(page: Page) -> str:
