@@ -1,9 +1,10 @@
 """What watching a run costs: steps per second with telemetry, event log and an open dashboard, against without them.
 
 Both sides are whole sessions of the trainer in the same warm ranks, which take turns in short blocks, so that whatever
-else the machine does hits both. `on`: phase times of each rank, beacons, traces, the event log, and a dashboard in
-another process that reads the run and sends to its widget ten times a second. `off`: none of these; the dashboard's
-process is stopped meanwhile.
+else the machine does hits both. Processor time, which neighbours disturb less, is compared too. `on`: phase times of
+each rank, beacons, traces, the event log, and a dashboard in another process that reads the run and sends to its widget
+ten times a second (twice as often as in a notebook). `off`: none of these; the dashboard's process is stopped
+meanwhile.
 
     python tests/benchmarks/telemetry.py [PLAN] [--rounds 24] [--steps 5] [--json FILE]
 """
@@ -59,18 +60,26 @@ def session(plan, paths, mesh, listener, watched):
 
 
 def block(made, steps):
-    """Seconds for a block of steps on all ranks, from barrier to barrier."""
+    """(seconds, processor seconds of all ranks) of a block of steps, from barrier to barrier."""
     made.channel.gather(None)
-    began = time.perf_counter()
+    began, used = time.perf_counter(), time.process_time()
     for _ in range(steps):
         made.step()
         made.apply_commands()
-    made.channel.gather(None)
-    return time.perf_counter() - began
+    all_used = made.channel.gather(time.process_time() - used)
+    return time.perf_counter() - began, sum(all_used)
+
+
+def processor_seconds(pid):
+    """What a process has used so far."""
+    import psutil
+
+    times = psutil.Process(pid).cpu_times()
+    return times.user + times.system
 
 
 def alternate(rank, world, host, port, run_dir, dashboard, rounds, steps):
-    """Seconds of each block by side; the side that goes first changes from round to round."""
+    """`block` of each round by side, and the dashboard's processor seconds; the side that goes first changes."""
     import torch
     import torch.distributed as dist
 
@@ -86,21 +95,22 @@ def alternate(rank, world, host, port, run_dir, dashboard, rounds, steps):
     mesh = build_mesh(plan, plan.layout(), rank, store, torch.device("cpu"))
     listener = Listener(paths, rank, 1, SocketLedger())
     sides = {name: session(plan, paths, mesh, listener, name == "on") for name in ("off", "on")}
-    found: dict[str, list[float]] = {"on": [], "off": []}
+    found: dict[str, list[tuple[float, float]]] = {"on": [], "off": []}
     try:
         for made in sides.values():
             block(made, WARM_STEPS)
+        before = processor_seconds(dashboard)
         for number in range(rounds):
             for name in ("on", "off") if number % 2 else ("off", "on"):
                 if rank == 0:
                     os.kill(dashboard, signal.SIGCONT if name == "on" else signal.SIGSTOP)
                 found[name].append(block(sides[name], steps))
+        return found | {"dashboard": processor_seconds(dashboard) - before}
     finally:
         for made in sides.values():
             made.close()
         listener.close()
         close_mesh(mesh)
-    return found
 
 
 # -- the dashboard
@@ -140,11 +150,11 @@ def measure(plan, rounds, steps):
                     raise RuntimeError("the dashboard did not start")
                 with RankPool(plan.world_size) as pool:
                     arguments = (str(paths.root), dashboard.pid, rounds, steps)
-                    seconds = pool.run("telemetry:alternate", *arguments, timeout=3600)[0]
+                    found = pool.run("telemetry:alternate", *arguments, timeout=3600)[0]
             finally:
                 dashboard.kill()
         logged = sum(event["kind"] == "step" for event in read_events(paths.events)[0])
-    return summary(plan, seconds, steps) | {"logged": logged}
+    return summary(plan, found, steps) | {"logged": logged}
 
 
 def overhead(on, off):
@@ -162,20 +172,25 @@ def interval(on, off):
     return [found[RESAMPLES // 40], found[-RESAMPLES // 40]]
 
 
-def summary(plan, seconds, steps) -> dict[str, Any]:
-    """Medians of both sides, the overhead and its interval."""
-    rates = {name: [steps / s for s in values] for name, values in seconds.items()}
-    median = {name: statistics.median(values) for name, values in rates.items()}
+def summary(plan, found, steps) -> dict[str, Any]:
+    """Median steps per second of both sides, and the overhead in time and in processor time with its parts."""
+    seconds = {side: [wall for wall, _ in found[side]] for side in ("on", "off")}
+    used = {side: [processor for _, processor in found[side]] for side in ("on", "off")}
+    dashboard = 100 * found["dashboard"] / sum(used["off"])
     return {
         "plan": plan.name,
         "ranks": plan.world_size,
         "rounds": len(seconds["on"]),
         "steps_a_block": steps,
-        "on_steps_per_s": median["on"],
-        "off_steps_per_s": median["off"],
+        "on_steps_per_s": steps / statistics.median(seconds["on"]),
+        "off_steps_per_s": steps / statistics.median(seconds["off"]),
         "overhead_percent": overhead(seconds["on"], seconds["off"]),
         "overhead_percent_interval": interval(seconds["on"], seconds["off"]),
+        "processor_percent_ranks": overhead(used["on"], used["off"]),
+        "processor_percent_ranks_interval": interval(used["on"], used["off"]),
+        "processor_percent_dashboard": dashboard,
         "seconds": seconds,
+        "processor_seconds": used,
     }
 
 
@@ -196,11 +211,20 @@ def main() -> None:
     found = measure(Plan.load(arguments.plan), arguments.rounds, arguments.steps)
     if arguments.json:
         arguments.json.write_text(json.dumps(found, indent=1))
-    low, high = found["overhead_percent_interval"]
     print(f"{found['plan']}, {found['ranks']} ranks, {found['rounds']} rounds of {found['steps_a_block']} steps a side")
     print(f"watched   {found['on_steps_per_s']:.3f} steps/s (median)")
     print(f"unwatched {found['off_steps_per_s']:.3f} steps/s (median)")
-    print(f"overhead {found['overhead_percent']:.2f} % (ratio of medians; 95 % interval {low:.2f} to {high:.2f} %)")
+    print(f"overhead  {percent(found, 'overhead_percent')} (ratio of medians)")
+    print(
+        f"processor time of the ranks {percent(found, 'processor_percent_ranks')}, of the dashboard "
+        f"{found['processor_percent_dashboard']:.2f} %"
+    )
+
+
+def percent(found, key) -> str:
+    """A value with its 95 % interval."""
+    low, high = found[f"{key}_interval"]
+    return f"{found[key]:+.2f} % (95 % interval {low:+.2f} to {high:+.2f} %)"
 
 
 if __name__ == "__main__":
