@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -12,11 +13,13 @@ from mmlab.cluster.engines import ANSWER, EngineInfo, Engines
 from mmlab.cluster.registry import this_process
 from mmlab.errors import LabError
 from mmlab.messages import (
+    LEFT_UNSAID,
     Ack,
     EventLog,
     Failure,
     Inbox,
     RunPaths,
+    all_left,
     claim_report,
     read_beacons,
     read_events,
@@ -32,6 +35,8 @@ SURVIVORS = 1.0
 """Seconds that a surviving rank has to report a failure before the keeper does."""
 IMPORTS = 180.0
 """Seconds in which an engine imports torch and opens the store, on a machine with other work too."""
+LOOK = 2.0
+"""Seconds between looks at whether ranks have left without a word."""
 FREE = 15.0
 """Seconds in which engines must be free of the run before; then they are replaced."""
 
@@ -50,12 +55,16 @@ class ActiveRun:
     lineage: str = ""
     step: int = 0
     noticed: float = 0.0
+    looked: float = 0.0
 
     def emit(self, kind: str, **fields: Any) -> None:
-        """Append an event in the name of the lab."""
-        log = EventLog(self.paths.events, self.lineage)
-        log.emit(kind, step=self.step, **fields)
-        log.close()
+        """Append an event in the name of the lab. Where it cannot be written, the lab goes on and ends all the same."""
+        with contextlib.suppress(OSError):
+            log = EventLog(self.paths.events, self.lineage)
+            try:
+                log.emit(kind, step=self.step, **fields)
+            finally:
+                log.close()
 
     def read(self) -> None:
         """Take in the events that came since the last look."""
@@ -205,6 +214,7 @@ def watch(run: ActiveRun, engines: Engines) -> None:
             _write_lost(run, rank, engine)
     failures = read_failures(run.paths.failures, run.generation)
     if not failures:
+        _notice_left(run)
         return
     run.noticed = run.noticed or time.monotonic()
     if time.monotonic() - run.noticed < SURVIVORS:
@@ -215,6 +225,19 @@ def watch(run: ActiveRun, engines: Engines) -> None:
         run.step = first.step
         run.emit("state", state="failed", reason=first.sentence(), **where)
         run.state = "failed"
+
+
+def _notice_left(run: ActiveRun) -> None:
+    """End a run whose ranks have all left without being able to say why: its engines are free again."""
+    if time.monotonic() - run.looked < LOOK:
+        return
+    run.looked = time.monotonic()
+    beacons = [b for b in read_beacons(run.paths.ranks) if b.generation == run.generation]
+    if all_left(beacons, run.world):
+        run.read()
+        if not run.ended:
+            run.emit("state", state="failed", reason=LEFT_UNSAID)
+            run.state = "failed"
 
 
 def _write_lost(run: ActiveRun, rank: int, engine: EngineInfo) -> None:

@@ -1,12 +1,13 @@
 """What is said between processes: commands, acks, events, beacons. Small files, no torch."""
 
-from mmlab.messages.beacon import PHASES, Beacon, BeaconState, read_beacons
+from mmlab.messages.beacon import LEFT_UNSAID, PHASES, Beacon, BeaconState, all_left, read_beacons
 from mmlab.messages.control import Ack, Command, Inbox, new_command, read_ack, send, wait_ack
-from mmlab.messages.events import Event, EventLog, follow_events, read_events
+from mmlab.messages.events import Event, EventLog, planned_steps, read_events
 from mmlab.messages.failures import Failure, claim_report, read_failures, write_failure
 from mmlab.messages.files import RunPaths, process_alive, process_started, read_json, write_atomic, write_json
 
 __all__ = [
+    "LEFT_UNSAID",
     "PHASES",
     "Ack",
     "Beacon",
@@ -17,9 +18,10 @@ __all__ = [
     "Failure",
     "Inbox",
     "RunPaths",
+    "all_left",
     "claim_report",
-    "follow_events",
     "new_command",
+    "planned_steps",
     "process_alive",
     "process_started",
     "read_ack",

@@ -20,6 +20,11 @@ PHASES = ("start", "data", "encode", "forward", "backward", "exchange", "pipelin
 """What a rank can be doing. `exchange` moves image tokens and their gradients, `pipeline` waits for or moves
 activations between stages, `reduce` reduces gradients and norms, `control` is the step boundary (a pause too)."""
 
+LEFT = 5.0
+"""Seconds in which the last state of a run whose ranks have all left is written."""
+LEFT_UNSAID = "its ranks have left and could not say why (a full disk?)"
+"""Why a run without a last state has failed."""
+
 _RECORD = struct.Struct("<4sIIdqIiIId32s64s")
 _MAGIC = b"MMB1"
 
@@ -88,3 +93,9 @@ def read_beacons(ranks: Path) -> list[BeaconState]:
                         role.rstrip(b"\0").decode(), host.rstrip(b"\0").decode())
         )  # fmt: skip
     return sorted(states, key=lambda state: state.rank)
+
+
+def all_left(beacons: list[BeaconState], world_size: int) -> bool:
+    """Whether every rank of a run has left it, so long ago that its last state would have been written by now."""
+    everybody = len(beacons) == world_size and all(beacon.done for beacon in beacons)
+    return everybody and time.time() - max(beacon.updated for beacon in beacons) > LEFT

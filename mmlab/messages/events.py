@@ -15,11 +15,11 @@ Kinds and what they carry beside `t` (seconds since the epoch), `kind`, `lineage
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -27,20 +27,29 @@ Event = dict[str, Any]
 
 
 class EventLog:
-    """Appends events; each line is one `write` to a file opened for append, so processes do not mix lines."""
+    """Appends events; each line is one `write` to a file opened for append, so processes do not mix lines.
+
+    A line that a crash or a full disk has cut short is ended first, so that it costs no other one.
+    """
 
     def __init__(self, path: Path, lineage: str = "") -> None:
         self.path = path
         self.lineage = lineage
         self._lock = threading.Lock()
-        self._file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+        self._file = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
+        size = os.fstat(self._file).st_size
+        self._cut = size > 0 and os.pread(self._file, 1, size - 1) != b"\n"
 
     def emit(self, kind: str, **fields: Any) -> Event:
-        """Append one event and return it."""
+        """Append one event and return it. OSError when the disk is full."""
         event: Event = {"t": round(time.time(), 4), "kind": kind, "lineage": self.lineage, **fields}
         line = (json.dumps(event, separators=(",", ":")) + "\n").encode()
         with self._lock:
-            os.write(self._file, line)
+            line = b"\n" + line if self._cut else line
+            self._cut = False
+            if os.write(self._file, line) < len(line):
+                self._cut = True
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self.path))
         return event
 
     def close(self) -> None:
@@ -52,7 +61,7 @@ def _parse(line: bytes) -> Event | None:
     try:
         event = json.loads(line)
     except ValueError:
-        return None  # a line cut by a crash of the machine: the next one is whole again
+        return None  # a line cut by a crash or a full disk
     return event if isinstance(event, dict) else None
 
 
@@ -72,13 +81,11 @@ def read_events(path: Path, offset: int = 0, limit: int = -1) -> tuple[list[Even
     return events, offset + end
 
 
-def follow_events(path: Path, poll: float = 0.1, stop: threading.Event | None = None) -> Iterator[Event]:
-    """All events, then new ones as they come, until `stop` is set. `poll` in seconds."""
-    offset = 0
-    while True:
-        events, offset = read_events(path, offset)
-        yield from events
-        if stop is not None and stop.is_set():
-            return
-        if not events:
-            time.sleep(poll)
+def planned_steps(events: list[Event], default: int) -> int:
+    """Planned steps of a run with what `set` made of them; `default` is the plan's own number."""
+    for event in reversed(events):
+        if event["kind"] == "command" and event.get("ok") and event["verb"] == "set":
+            values = event["args"].get("values", {})
+            if "train.steps" in values:
+                return int(values["train.steps"])
+    return default

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mmlab.errors import CheckpointError, MmlabError
-from mmlab.messages.beacon import BeaconState, read_beacons
-from mmlab.messages.events import Event, read_events
+from mmlab.messages.beacon import LEFT_UNSAID, BeaconState, all_left, read_beacons
+from mmlab.messages.events import Event, planned_steps, read_events
 from mmlab.messages.failures import Failure, read_failures
 from mmlab.messages.files import RunPaths, process_alive, read_json
 from mmlab.messages.runs import runs_root
@@ -114,7 +114,7 @@ class RunRecord:
         return {
             "id": self.id,
             "step": self._step(events, lineages),
-            "steps": self._steps(events),
+            "steps": planned_steps(events, int(self.info.get("steps", 0))),
             "lineage": lineages[0]["id"] if lineages else "",
             **self.present(last["state"], last.get("reason", "")),
         }
@@ -161,6 +161,8 @@ class RunRecord:
                 return Failure(beacon.rank, beacon.role, beacon.phase, beacon.step, "lost", message).sentence()
         if failures and time.time() - failures[0].time > SETTLE:
             return failures[0].sentence()
+        if state in LIVE and all_left(beacons, self.info.get("world_size", -1)):
+            return LEFT_UNSAID
         return "the lab that was running it has ended" if self._lab_ended() else ""
 
     def _lab_ended(self) -> bool:
@@ -193,15 +195,6 @@ class RunRecord:
                 return int(event["step"])
         return int(lineages[0]["parent_step"]) if lineages else 0
 
-    def _steps(self, events: list[Event]) -> int:
-        """Planned steps, with what `set` made of them."""
-        for event in reversed(events):
-            if event["kind"] == "command" and event.get("ok") and event["verb"] == "set":
-                values = event["args"].get("values", {})
-                if "train.steps" in values:
-                    return int(values["train.steps"])
-        return int(self.info.get("steps", 0))
-
     def checkpoints(self) -> list[dict[str, Any]]:
         """Complete checkpoints by step, then time: {"name", "step", "lineage", "time", "loss", "world_size", "bytes",
         "path"}."""
@@ -216,14 +209,18 @@ class RunRecord:
         return sorted(found, key=lambda row: (row["step"], row["time"]))
 
     def find_checkpoint(self, step: int | None = None, name: str = "") -> dict[str, Any]:
-        """The checkpoint of that step or name (default: the last one). CheckpointError lists those there are."""
+        """The checkpoint of that step or name (default: the newest). CheckpointError lists those there are.
+
+        Several of one step: that of the current lineage or its nearest ancestor, else the newest.
+        """
         known = self.checkpoints()
         wanted = [c for c in known if (step is None or c["step"] == step) and (not name or c["name"] == name)]
         if not wanted:
             names = ", ".join(f"{c['name']} (step {c['step']})" for c in known) or "none yet"
             what = name or ("any" if step is None else f"at step {step}")
             raise CheckpointError(f"run {self.id} has no checkpoint {what}; it has: {names}")
-        return wanted[-1]
+        ages = {lineage["id"]: age for age, lineage in enumerate(self.lineages())} if step is not None else {}
+        return min(wanted, key=lambda c: (ages.get(c["lineage"], len(ages)), -c["time"]))
 
     def traces(self, step: int | None = None) -> dict[int, dict[str, Any]]:
         """Measured ops of a step (default: the last one that all ranks traced), by rank: {"step", "t0", "ops"}."""
@@ -247,19 +244,23 @@ class RunRecord:
         """Lines of a rank's log as they are printed, from its current file's start, until the run has ended."""
         path = self.paths.log(rank)
         file = None
+        begun = ""
         try:
             while True:
                 ended = self.status()["state"] in ENDED
                 if file is None and path.is_file():
                     file = open(path, errors="replace")  # noqa: SIM115  follows over several rounds
                 if file is not None:
-                    yield from file
-                    if path.is_file() and path.stat().st_ino != os.fstat(file.fileno()).st_ino:
-                        yield from file
+                    rotated = path.is_file() and path.stat().st_ino != os.fstat(file.fileno()).st_ino
+                    *whole, begun = (begun + file.read()).split("\n")  # a print is several writes
+                    yield from (f"{line}\n" for line in whole)
+                    if rotated:  # what was written before the rotation has just been read
                         file.close()
-                        file = None  # rotated: go on with the new file
+                        file = None
                         continue
                 if ended:
+                    if begun:
+                        yield begun
                     return
                 time.sleep(poll)
         finally:

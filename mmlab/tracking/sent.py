@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
 from mmlab.errors import MmlabError
 from mmlab.messages import Ack, read_ack, wait_ack
+from mmlab.tracking.record import ENDED, RunRecord
+
+LOOK = 0.5
+"""Seconds between looks at whether the run still lives while an answer is waited for."""
 
 
 class WaitTimeout(MmlabError, TimeoutError):
@@ -35,10 +40,17 @@ class Sent:
         return read_ack(self.control, self.id)
 
     def wait(self, timeout: float = 60.0) -> Ack:
-        """Wait for the answer. MmlabError when the run refused, WaitTimeout after `timeout` seconds."""
-        ack = wait_ack(self.control, self.id, timeout)
-        if ack is None:
-            raise WaitTimeout(f"{self.verb} was not applied within {timeout:g} s; it still waits in the run's inbox")
+        """Wait for the answer. MmlabError when the run refused or has ended, WaitTimeout after `timeout` seconds."""
+        record = RunRecord(self.control.parent)
+        end = time.monotonic() + timeout
+        while (ack := wait_ack(self.control, self.id, min(LOOK, end - time.monotonic()))) is None:
+            state = record.status()["state"]
+            if state in ENDED and self.ack is None:
+                raise MmlabError(f"{self.verb} was not applied: the run has ended ({state})")
+            if time.monotonic() > end:
+                raise WaitTimeout(
+                    f"{self.verb} was not applied within {timeout:g} s; it still waits in the run's inbox"
+                )
         if not ack.ok:
             raise MmlabError(f"{self.verb} was refused: {ack.message}")
         return ack

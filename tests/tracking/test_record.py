@@ -197,3 +197,71 @@ def test_a_run_that_is_being_stopped_says_so(paths, log):
     assert record.stopping()
     log.emit("state", state="stopped", step=1, reason="")
     assert not record.stopping()
+
+
+def test_a_run_whose_ranks_left_without_a_word_has_failed(paths, log, monkeypatch):
+    from mmlab.messages import Beacon, beacon
+
+    log.emit("state", state="running", step=0, reason="")
+    for rank in range(2):
+        Beacon(paths.ranks / f"rank-{rank}.beacon", rank, "stage 0", "here", 0).close()
+    record = RunRecord(paths.root)
+    assert record.status()["state"] == "running"  # the last event may be on its way
+    monkeypatch.setattr(beacon, "LEFT", -1.0)
+    assert record.status()["state"] == "failed"
+    log.emit("state", state="finished", step=3, reason="")
+    assert record.status()["state"] == "finished"
+
+
+def test_a_line_cut_short_costs_no_other_event(paths, log):
+    log.emit("state", state="running", step=0, reason="")
+    with open(paths.events, "ab") as file:
+        file.write(b'{"t": 1, "kind": "ste')
+    EventLog(paths.events).emit("state", state="failed", step=1, reason="disk full")
+    assert [event["state"] for event in RunRecord(paths.root).events()][-2:] == ["running", "failed"]
+
+
+def test_restoring_means_the_newest_checkpoint_or_the_current_lineages(paths, log):
+    def save(name, step, lineage, when):
+        (paths.checkpoints / name).mkdir()
+        manifest = {"name": name, "step": step, "lineage": lineage, "time": when, "files": {}}
+        write_json(paths.checkpoints / name / "manifest.json", manifest)
+
+    for lineage, parent in (("a", ""), ("b", "a"), ("c", "a")):
+        log.emit("lineage", id=lineage, parent=parent, parent_step=10, step=10)
+    save("a10", 10, "a", 1.0)
+    save("a100", 100, "a", 2.0)
+    save("b10", 10, "b", 3.0)
+    save("c20", 20, "c", 4.0)
+    record = RunRecord(paths.root)
+    assert record.find_checkpoint()["name"] == "c20"
+    assert record.find_checkpoint(step=10)["name"] == "a10"
+    assert record.find_checkpoint(name="b10")["name"] == "b10"
+
+
+def test_a_followed_log_gives_whole_lines(paths, log):
+    log.emit("state", state="finished", step=1, reason="")
+    paths.log(0).write_text("one\nend")
+    assert list(RunRecord(paths.root).follow_log(0)) == ["one\n", "end"]
+    lines = []
+    log.emit("state", state="running", step=1, reason="")
+    reader = threading.Thread(target=lambda: lines.extend(RunRecord(paths.root).follow_log(0, poll=0.01)))
+    reader.start()
+    while not lines:
+        pass
+    with open(paths.log(0), "a") as file:
+        file.write(" of it\n")
+    log.emit("state", state="finished", step=1, reason="")
+    reader.join(10)
+    assert lines == ["one\n", "end of it\n"]
+
+
+def test_an_answer_is_not_waited_for_when_the_run_has_ended(paths, log):
+    from mmlab.messages import new_command, send
+    from mmlab.tracking.sent import Sent
+
+    command = new_command("pause")
+    send(paths.control, command)
+    log.emit("state", state="failed", step=1, reason="")
+    with pytest.raises(MmlabError, match="the run has ended"):
+        Sent("pause", command.id, paths.control).wait(60.0)
