@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import os
 import shutil
 import time
 import warnings
@@ -21,10 +22,10 @@ from torch import Tensor
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 from torch.distributed.tensor import DTensor
 
-from mmlab.errors import CheckpointError
+from mmlab.errors import CheckpointError, MmlabError, RunFailed
 from mmlab.messages import read_json, write_json
 from mmlab.parallel.mesh import Mesh
-from mmlab.plan.schema import Plan
+from mmlab.plan import Plan
 from mmlab.train.build import Built, is_tied_copy
 
 MANIFEST = "manifest.json"
@@ -74,35 +75,61 @@ def checksum(path: Path) -> str:
 
 
 def save(plan: Plan, mesh: Mesh, built: Built, folder: Path, extra: Mapping[str, Any]) -> dict[str, Any]:
-    """Save what all ranks hold into a folder; all ranks together. Returns the manifest (on every rank the same).
+    """Save what all ranks hold into a folder; all ranks together. Returns the manifest (on rank 0, else {}).
 
-    `extra` goes into the manifest (step, lineage, cursors, plan, ...): it is how further parts are added.
-    CheckpointError when it cannot be written; the folder then has no manifest and does not count.
+    `extra` goes into the manifest (step, lineage, cursors, plan, ...): it is how further parts are added. An older
+    checkpoint of that name is replaced once the new one is whole. CheckpointError on every rank when it cannot be
+    written; nothing of it is left then.
     """
     began = time.time()
     state = state_dict(plan, mesh, built, saving=True)
-    problem = ""
-    if mesh.place.rank == 0 and folder.exists():
-        try:
-            shutil.rmtree(folder)
-        except OSError as error:
-            problem = f"checkpoint {folder} could not be replaced: {error}"
-    _agree(mesh, problem)
+    partial = folder.with_name(f".{folder.name}.partial")
+    first = mesh.place.rank == 0
+    if first:
+        for left in folder.parent.glob(".*.partial"):  # by a process that was killed while it saved
+            shutil.rmtree(left, ignore_errors=True)
+    _agree(mesh, f"{partial} of an interrupted save cannot be removed" if first and partial.exists() else "")
     try:
         with quiet():
-            dcp_save(state, checkpoint_id=folder, process_group=mesh.control, no_dist=_no_dist(mesh))
+            dcp_save(state, checkpoint_id=partial, process_group=mesh.control, no_dist=_no_dist(mesh))
     except (dcp.CheckpointException, OSError) as error:
+        if first:
+            shutil.rmtree(partial, ignore_errors=True)
         raise CheckpointError(f"checkpoint {folder} could not be written: {_cause(error)}") from None
     manifest: dict[str, Any] = {}
-    if mesh.place.rank == 0:
-        files = {p.name: {"size": p.stat().st_size, "sha256": checksum(p)} for p in sorted(folder.iterdir())}
-        manifest = {
-            "format": FORMAT, "name": folder.name, "time": time.time(), "seconds": time.time() - began,
-            "bytes": sum(f["size"] for f in files.values()), "files": files,
-            "world_size": mesh.world_size, **extra,
-        }  # fmt: skip
-        write_json(folder / MANIFEST, manifest)
+    problem = ""
+    if first:
+        try:
+            manifest = _complete(partial, folder, {"world_size": mesh.world_size, "began": began, **extra})
+        except OSError as error:
+            problem = f"checkpoint {folder} could not be completed: {error}"
+            shutil.rmtree(partial, ignore_errors=True)
+    _agree(mesh, problem)
     return manifest
+
+
+def _complete(partial: Path, folder: Path, about: Mapping[str, Any]) -> dict[str, Any]:
+    """Give a saved folder its manifest and its name. What needs room on the disk is done before the old one goes."""
+    files: dict[str, dict[str, Any]] = {
+        p.name: {"size": p.stat().st_size, "sha256": checksum(p)} for p in sorted(partial.iterdir())
+    }
+    now = time.time()
+    about = dict(about)
+    manifest = {
+        "format": FORMAT, "name": folder.name, "time": now, "seconds": now - about.pop("began"),
+        "bytes": sum(f["size"] for f in files.values()), "files": files, **about,
+    }  # fmt: skip
+    write_json(partial / f"{MANIFEST}.partial", manifest)
+    if folder.exists():
+        _remove(folder)
+    os.replace(partial, folder)
+    os.replace(folder / f"{MANIFEST}.partial", folder / MANIFEST)
+    return manifest
+
+
+def _remove(folder: Path) -> None:
+    (folder / MANIFEST).unlink(missing_ok=True)  # first: without it the rest does not count
+    shutil.rmtree(folder)
 
 
 def _agree(mesh: Mesh, problem: str) -> None:
@@ -144,26 +171,24 @@ def find(checkpoints: Path, step: int | None = None, name: str = "", lineage: st
 
     CheckpointError lists what there is when nothing fits.
     """
-    found = []
-    for manifest_path in checkpoints.glob(f"*/{MANIFEST}"):
-        manifest = read_json(manifest_path)
-        if manifest:
-            found.append(manifest)
-    fits = [m for m in found if (not name or m["name"] == name) and (step is None or m["step"] == step)]
-    fits = [m for m in fits if m["lineage"] == lineage] or fits
+    found = [(p.parent, m) for p in checkpoints.glob(f"*/{MANIFEST}") if (m := read_json(p))]
+    fits = [(p, m) for p, m in found if (not name or p.name == name) and (step is None or m["step"] == step)]
+    fits = [(p, m) for p, m in fits if m["lineage"] == lineage] or fits
     if not fits:
         wanted = f"named {name}" if name else f"of step {step}" if step is not None else "at all"
-        have = ", ".join(f"{m['name']} (step {m['step']})" for m in sorted(found, key=lambda m: m["time"])) or "none"
+        there = sorted(found, key=lambda pair: pair[1]["time"])
+        have = ", ".join(f"{p.name} (step {m['step']})" for p, m in there) or "none"
         raise CheckpointError(f"there is no checkpoint {wanted}; there are: {have}.")
-    return checkpoints / str(max(fits, key=lambda m: m["time"])["name"])
+    return max(fits, key=lambda pair: pair[1]["time"])[0]
 
 
 def _loadable(state: Mapping[str, Tensor], folder: Path) -> tuple[dict[str, Tensor], dict[str, Any], str]:
     """What can be loaded, the manifest, and what is wrong ("" when nothing is)."""
     try:
         manifest = read_manifest(folder)
+        Plan.loads(manifest["plan"], f"checkpoint {folder.name}")
         stored = dcp.FileSystemReader(folder).read_metadata().state_dict_metadata
-    except CheckpointError as error:
+    except MmlabError as error:
         return {}, {}, str(error)
     except Exception as error:  # the metadata is a pickle: a damaged one can raise anything
         return {}, {}, f"checkpoint {folder.name} is damaged: its metadata cannot be read ({error})."
@@ -182,20 +207,32 @@ def _loadable(state: Mapping[str, Tensor], folder: Path) -> tuple[dict[str, Tens
     return wanted, manifest, ""
 
 
+def _damage(folder: Path, manifest: Mapping[str, Any], mesh: Mesh) -> str:
+    """Which of this rank's share of the files is not what was saved; "" when all are."""
+    for name in sorted(manifest["files"])[mesh.place.rank :: mesh.world_size]:
+        try:
+            if checksum(folder / name) != manifest["files"][name]["sha256"]:
+                return f"checkpoint {folder.name} is damaged: {name} is not what was saved. Restore another one."
+        except OSError as error:
+            return f"checkpoint {folder.name}: {name} cannot be read: {error}"
+    return ""
+
+
 def load(plan: Plan, mesh: Mesh, built: Built, folder: Path) -> dict[str, Any]:
     """Load a checkpoint of any layout into this rank's part, in place; all ranks together. Returns its manifest.
 
     A module that was frozen when saved has no optimizer state in the file: it starts from zero. CheckpointError when
-    the checkpoint is incomplete or of another model (names the first parameter that differs); nothing is changed then.
+    the checkpoint is incomplete, damaged or of another model (names the first parameter that differs); nothing is
+    changed then. RunFailed when reading breaks off: weights are then neither the old ones nor the checkpoint's.
     """
     state = state_dict(plan, mesh, built, saving=False)
     wanted, manifest, problem = _loadable(state, folder)
-    _agree(mesh, problem)
+    _agree(mesh, problem or _damage(folder, manifest, mesh))
     try:
         with quiet():
             dcp.load(wanted, checkpoint_id=folder, process_group=mesh.control, no_dist=_no_dist(mesh))
     except (dcp.CheckpointException, OSError) as error:
-        raise CheckpointError(f"checkpoint {folder.name} could not be read: {_cause(error)}") from None
+        raise RunFailed(f"reading checkpoint {folder.name} broke off: {_cause(error)}") from None
     for key in state.keys() - wanted.keys():
         state[key].zero_()
     return manifest
@@ -205,9 +242,10 @@ def prune(checkpoints: Path, keep_last: int) -> list[str]:
     """Remove periodic checkpoints beyond the newest `keep_last` (0 keeps all); returns the names removed."""
     if keep_last == 0:
         return []
-    manifests = [m for p in checkpoints.glob(f"*/{MANIFEST}") if (m := read_json(p)) and m.get("periodic")]
-    old = sorted(manifests, key=lambda m: m["time"])[:-keep_last]
-    for manifest in old:
-        (checkpoints / manifest["name"] / MANIFEST).unlink()  # first: without it the rest does not count
-        shutil.rmtree(checkpoints / manifest["name"], ignore_errors=True)
-    return [manifest["name"] for manifest in old]
+    manifests = [(p.parent, m) for p in checkpoints.glob(f"*/{MANIFEST}") if (m := read_json(p))]
+    found = [(m["time"], folder) for folder, m in manifests if m.get("periodic")]
+    old = [folder for _, folder in sorted(found)[:-keep_last]]
+    for folder in old:
+        with contextlib.suppress(OSError):  # what cannot be removed is no reason to end a run
+            _remove(folder)
+    return [folder.name for folder in old]
