@@ -65,7 +65,6 @@ class Listener:
         self.inbox = Inbox(paths.control)
         self._waiting = threading.Event()
         self._stop = threading.Event()
-        self.freed = False
         self._thread = threading.Thread(target=self._run, name=f"mmlab-control-{self.rank}", daemon=True)
         self._thread.start()
 
@@ -74,8 +73,7 @@ class Listener:
             if self.rank == 0 and any(self.paths.control.glob("*.json")):
                 self._waiting.set()
             others = [f for f in read_failures(self.paths.failures, self.generation) if f.rank != self.rank]
-            if others and not self.freed:
-                self.freed = True
+            if others:  # at every look: a rank that had not joined yet opens its connections later
                 self.sockets.shutdown()
 
     def waiting(self) -> bool:
