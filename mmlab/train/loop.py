@@ -13,8 +13,8 @@ def train(session: Session) -> str:
         session.evaluate_if_due()
         session.save_if_due()
         session.apply_commands()
+    if session.plan.checkpoint.at_end and session.steering.step > 0:
+        session.try_save()  # before the evaluation: whatever goes wrong in that, the weights are kept
     if not session.steering.stopped:
         session.evaluate()
-    if session.plan.checkpoint.at_end and session.steering.step > 0:
-        session.try_save()
     return "stopped" if session.steering.stopped else "finished"

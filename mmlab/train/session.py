@@ -10,8 +10,8 @@ from typing import Any
 
 from mmlab.data.manifest import Cursors
 from mmlab.data.pipeline import DataSource
-from mmlab.errors import CheckpointError, MmlabError, PlanError
-from mmlab.messages import PHASES, Command, EventLog, RunPaths
+from mmlab.errors import CheckpointError, MmlabError, PlanError, RunFailed
+from mmlab.messages import PHASES, Ack, Command, EventLog, RunPaths, planned_steps, read_events
 from mmlab.parallel.mesh import Mesh
 from mmlab.parallel.watch import Watch
 from mmlab.plan import Plan, live_keys, set_live
@@ -53,6 +53,7 @@ class Session:
         self.evaluator = Evaluator(self.runner, plan, mesh)
         self.steering = Steering()
         self.lineage = ""
+        self._saved: tuple[str, int] | None = None
         self._verbs: dict[str, Callable[[dict[str, Any]], str]] = {
             "pause": self._pause, "resume": self._resume, "step": self._step_n, "set": self._set,
             "checkpoint": self._checkpoint, "restore": self._restore, "stop": self._stop,
@@ -77,6 +78,10 @@ class Session:
             self.feed.reset(self.feed.cursors, 0)
         else:
             self._load({"name": "" if restore == "latest" else restore})
+            steps = self.plan.train.steps  # the length of the run is not the checkpoint's, but what was last asked for
+            if self.mesh.place.rank == 0:
+                steps = planned_steps(read_events(self.paths.events)[0], steps)
+            self.plan = set_live(self.plan, {"train.steps": self.channel.share(steps)})
 
     def step(self) -> None:
         """One optimizer step, its event, and the count."""
@@ -138,11 +143,22 @@ class Session:
         before = self.state
         try:
             message, ok = self._verbs[command.verb](command.args), True
+        except RunFailed:
+            raise  # not a refusal: the run cannot go on
         except MmlabError as error:
             message, ok = str(error), False
         self.boundary.acknowledge(command, self.steering.step, message, ok)
         if self.state != before:
             self.emit("state", step=self.steering.step, state=self.state, reason=f"{command.verb} ({command.source})")
+
+    def refuse_rest(self) -> None:
+        """Answer what came too late to be applied: nobody is to wait for a run that has ended (rank 0)."""
+        for command in self.listener.take():
+            ok, message = command.verb == "stop", "the run had done its last step"
+            step = self.steering.step
+            self.emit("command", step=step, id=command.id, verb=command.verb, args=command.args,
+                      source=command.source, ok=ok, ranks=[0], message=message)  # fmt: skip
+            self.listener.answer(Ack(command.id, ok, step, [0], message, time.time()))
 
     @property
     def state(self) -> str:
@@ -185,10 +201,16 @@ class Session:
         return self._load(args)
 
     def save(self, name: str, periodic: bool) -> str:
-        """Save a checkpoint of this step; all ranks together. CheckpointError when it fails."""
+        """Save a checkpoint of this step; all ranks together. CheckpointError when it fails.
+
+        A periodic one is not saved where there is one of this step already: it would take the place of one made on
+        command, which is kept for good.
+        """
         if name and (name != name.strip(". ") or any(c in name for c in "/\\\0")):
             raise CheckpointError(f"{name!r} is not a name for a checkpoint: letters, digits, - _ . only")
         step = self.steering.step
+        if periodic and self._saved == (self.lineage, step):
+            return "saved before"
         folder = self.paths.checkpoints / (name or f"step-{step:06d}-{self.lineage}")
         extra = {
             "step": step, "lineage": self.lineage, "cursors": self.feed.cursors.to_json(), "periodic": periodic,
@@ -196,6 +218,7 @@ class Session:
         }  # fmt: skip
         with self.watch.timed("checkpoint"):
             manifest = checkpoint.save(self.plan, self.mesh, self.built, folder, extra)
+        self._saved = self._saved if name else (self.lineage, step)
         if self.mesh.place.rank == 0:
             took = {"seconds": round(manifest["seconds"], 3), "bytes": manifest["bytes"]}
             self.emit("checkpoint", step=step, name=folder.name, path=str(folder), **took)
@@ -251,7 +274,11 @@ class Session:
             if found is not None:
                 self.emit("eval", step=self.steering.step, **found)
             folder = self.paths.samples / f"step-{self.steering.step:06d}-{self.lineage}"
-            items = self.evaluator.samples(self.plan, folder)
+            try:
+                items = self.evaluator.samples(self.plan, folder)
+            except OSError as error:  # rank 0 writes the pictures, after all that ranks do together
+                items = []
+                self.emit("warning", step=self.steering.step, message=f"pictures could not be written: {error}")
             if items:
                 self.emit("samples", step=self.steering.step, folder=str(folder), items=items)
 

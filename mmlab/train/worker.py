@@ -166,6 +166,7 @@ def _run(plan: Plan, paths: RunPaths, mesh: Mesh, watch: Watch, listener: Listen
         session.emit("state", step=session.steering.step, state="running", reason="", ranks=ranks)
         state = train(session)
         session.channel.gather(True)  # nobody says finished before everybody is
+        session.refuse_rest()
         session.emit("state", step=session.steering.step, state=state, reason="")
         return state
     finally:
@@ -201,11 +202,15 @@ def _fail(job: Job, paths: RunPaths, watch: Watch, sockets: SocketLedger, error:
     role = watch.role
     details = "".join(traceback.format_exception(error))
     print(details, flush=True)  # into this rank's log
+    with contextlib.suppress(OSError):
+        if not paths.log(job.rank).exists():  # torchrun: what ranks print goes to the terminal
+            paths.log(job.rank).write_text(details)
     failure = Failure(job.rank, role, watch.phase, watch.step, _kind(error), _describe(error, watch, role), details)
     traceback.clear_frames(error.__traceback__)  # frames hold the old model and groups (design, decision 11)
     with contextlib.suppress(OSError):
         write_failure(paths.failures, job.generation, failure)
-        sockets.shutdown()
+    sockets.shutdown()  # also where the disk is full: nobody waits for this rank
+    with contextlib.suppress(OSError):
         first = _first_cause(paths, job.generation, failure)
         if claim_report(paths.failures, job.generation):
             log = EventLog(paths.events, _lineage(paths))

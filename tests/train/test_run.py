@@ -198,6 +198,41 @@ def test_checkpoint_of_another_model_and_damaged_ones_are_refused(pool, shards, 
     once_more = LiveRun(pool, make_plan(shards), tmp_path / "run", generation=3, restore=name)
     assert set(once_more.join()) == {"failed"}
     assert "is damaged" in once_more.events("state")[-1]["reason"]
+    other_bits = max(p.name for p in run.paths.checkpoints.iterdir())
+    data = next((run.paths.checkpoints / other_bits).glob("__2_*"))
+    content = bytearray(data.read_bytes())
+    content[len(content) // 2] ^= 1
+    data.write_bytes(content)
+    last = LiveRun(pool, make_plan(shards), tmp_path / "run", generation=4, restore=other_bits)
+    assert set(last.join()) == {"failed"}
+    assert f"{data.name} is not what was saved" in last.events("state")[-1]["reason"]
+
+
+def test_commands_that_come_after_the_last_step_are_answered(pool, shards, tmp_path):
+    plan = make_plan(shards, f"data.held_out='{shards}'", "checkpoint.at_end=true", "train.steps=2")
+    run = LiveRun(pool, plan, tmp_path / "run", fault=("slow", 1, 2, "checkpoint"))
+    run.wait_for(lambda: [b for b in read_beacons(run.paths.ranks) if b.rank == 1 and b.phase == "checkpoint"])
+    late = run.do("pause")
+    assert not late.ok
+    assert "last step" in late.message
+    assert run.join() == ["finished"] * 3
+    ending = ["checkpoint", "eval", "samples", "command", "state"]  # saved before the evaluation, which might fail
+    assert [e["kind"] for e in run.events()][-5:] == ending
+
+
+def test_a_run_goes_on_to_the_steps_last_asked_for(pool, shards, tmp_path):
+    (tmp_path / "run" / "control").mkdir(parents=True)
+    send(tmp_path / "run" / "control", new_command("pause"))
+    run = LiveRun(pool, make_plan(shards, "train.steps=3"), tmp_path / "run")
+    assert run.do("set", values={"train.steps": 5}).ok
+    run.do("checkpoint", name="here")
+    run.do("checkpoint", name="here")
+    run.do("stop")
+    run.join()
+    again = LiveRun(pool, make_plan(shards), tmp_path / "run", generation=2, restore="here")
+    assert again.join() == ["finished"] * 3
+    assert again.events("step")[-1]["step"] == 5
+    assert not list(run.paths.checkpoints.glob(".*"))
 
 
 @pytest.mark.parametrize("phase", ["forward", "backward", "reduce", "encode", "optimizer"])
