@@ -9,7 +9,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 from mmlab.errors import MmlabError, PlanError
-from mmlab.messages import RunPaths, read_events
+from mmlab.messages import RunPaths, read_events, read_failures
 from mmlab.messages.runs import create_run, runs_root
 from mmlab.plan import Plan
 from mmlab.train.job import Job
@@ -62,12 +62,16 @@ def main(arguments: list[str]) -> int:
         run_dir = _agree_on_run(arguments, rank, world_size, store)
     except MmlabError as error:
         return error.exit_code
-    state = run_worker(Job(str(run_dir), rank, world_size, host, port))
-    if state == "failed" and rank == 0:
-        events, _ = read_events(RunPaths(run_dir).events)
+    job = Job(str(run_dir), rank, world_size, host, port)
+    if run_worker(job) != "failed":
+        return 0
+    paths = RunPaths(run_dir)
+    if rank == 0:
+        events, _ = read_events(paths.events)
         reasons = [e["reason"] for e in events if e.get("state") == "failed"]
         print(reasons[-1] if reasons else "the run failed", file=sys.stderr)
-    return 2 if state == "failed" else 0
+    failures = read_failures(paths.failures, job.generation)
+    return 1 if failures and failures[0].kind == "input" else 2
 
 
 if __name__ == "__main__":

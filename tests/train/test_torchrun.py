@@ -33,3 +33,11 @@ def test_input_at_fault_is_one_sentence_and_leaves_no_run(shards, tmp_path):
     assert few.returncode != 0
     assert "the plan needs 3 ranks and torchrun started 2; use --nproc-per-node 3" in few.stderr
     assert not list_runs(tmp_path)
+
+
+def test_missing_shards_are_the_inputs_fault(tmp_path):
+    ended = torchrun(3, tmp_path, "laptop", f"data.path={tmp_path / 'nowhere'}")
+    assert "exitcode  : 1" in ended.stderr  # of the ranks; torchrun's own is always 1
+    (record,) = list_runs(tmp_path)
+    assert "nowhere" in record.status()["reason"]
+    assert "nowhere" in record.log(0)
