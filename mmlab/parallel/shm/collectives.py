@@ -11,6 +11,7 @@ so all have equal bits.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -21,9 +22,9 @@ from mmlab.parallel.shm.progress import PeerLost, Steps
 from mmlab.parallel.shm.segment import Segment
 
 EVERYONE = -1
-WHOLE = 128 << 10
+WHOLE = 256 << 10
 """Bytes up to which every rank of three or more reduces all of a tensor: one round instead of two."""
-_KINDS = dist.ReduceOp.RedOpType
+_KINDS: Any = dist.ReduceOp.RedOpType
 _NAMES = {
     _KINDS.SUM: "sum", _KINDS.AVG: "avg", _KINDS.PRODUCT: "product", _KINDS.MIN: "min", _KINDS.MAX: "max",
     _KINDS.BAND: "band", _KINDS.BOR: "bor", _KINDS.BXOR: "bxor",
@@ -99,8 +100,10 @@ class Collectives:
         self.segment.words[self.segment.me + at.FLAG] = self.round
         self.segment.ring_bells()
 
-    def _check(self, sign: int, ranks: list[int]) -> None:
+    def _check(self, sign: int | None, ranks: list[int]) -> None:
         """See that the others made the same call."""
+        if sign is None:
+            return
         words = self.segment.words
         for rank in ranks:
             theirs = words[self.segment.layout.block(rank) + at.SIGNATURES + (sign >> 48 & 1)]
@@ -113,10 +116,12 @@ class Collectives:
                 raise PeerLost(f"shm: the ranks do not make the same calls: peer rank {world}: {other}, here: {mine}")
 
     @staticmethod
-    def _sign(number: int, op: str, bytes_: int) -> int:
+    def _sign(number: int | None, op: str, bytes_: int) -> int | None:
+        if number is None:  # a later part of a call of several
+            return None
         return (number & 0x7FFF) << 48 | at.OPS.index(op) << 43 | bytes_
 
-    def barrier(self, number: int) -> Steps:
+    def barrier(self, number: int | None) -> Steps:
         """Wait for all ranks."""
         sign = self._sign(number, "barrier", 0)
         yield from self._open(sign)
@@ -124,11 +129,11 @@ class Collectives:
         yield EVERYONE, self.round
         self._check(sign, self.segment.others)
 
-    def all_reduce(self, number: int, data: Tensor, op: str, root: int = EVERYONE) -> Steps:
+    def all_reduce(self, number: int | None, data: Tensor, op: str, root: int = EVERYONE) -> Steps:
         """Reduce in place; with a root only there."""
         cap, size = self.segment.layout.slot // data.element_size(), data.numel()
         bytes_ = size * data.element_size()
-        sign: int | None = self._sign(number, "all_reduce" if root == EVERYONE else "reduce", bytes_)
+        sign = self._sign(number, "all_reduce" if root == EVERYONE else "reduce", bytes_)
         split = root == EVERYONE and self.size > 2 and bytes_ > WHOLE
         for start in range(0, max(size, 1), cap):
             piece = data[start : start + cap]
@@ -137,8 +142,7 @@ class Collectives:
             self._post()
             if root in (EVERYONE, self.rank):
                 yield EVERYONE, self.round
-                if sign is not None:
-                    self._check(sign, self.segment.others)
+                self._check(sign, self.segment.others)
                 if split:
                     yield from self._reduce_share(piece, op)
                 else:
@@ -162,12 +166,12 @@ class Collectives:
             part = slice(bounds[rank], bounds[rank + 1])
             piece[part].copy_(self.slot(rank, dtype)[part])
 
-    def reduce_scatter(self, number: int, out: Tensor, data: Tensor, op: str) -> Steps:
+    def reduce_scatter(self, number: int | None, out: Tensor, data: Tensor, op: str) -> Steps:
         """Reduce `data` [ranks * K] and keep this rank's K elements in `out`."""
         size = out.numel()
         cap = self.segment.layout.slot // self.size // 16 * 16 // data.element_size()
         rows = data.view(self.size, size)
-        sign: int | None = self._sign(number, "reduce_scatter", size * data.element_size())
+        sign = self._sign(number, "reduce_scatter", size * data.element_size())
         for start in range(0, max(size, 1), cap):
             piece = out[start : start + cap]
             n = piece.numel()
@@ -175,16 +179,15 @@ class Collectives:
             self.slot(self.rank, data.dtype)[: self.size * n].view(self.size, n).copy_(rows[:, start : start + n])
             self._post()
             yield EVERYONE, self.round
-            if sign is not None:
-                self._check(sign, self.segment.others)
+            self._check(sign, self.segment.others)
             mine = slice(self.rank * n, self.rank * n + n)
             reduce_into(piece, [self.slot(rank, data.dtype)[mine] for rank in range(self.size)], op)
             sign = None
 
-    def all_gather(self, number: int, outs: list[Tensor], data: Tensor, root: int = EVERYONE) -> Steps:
+    def all_gather(self, number: int | None, outs: list[Tensor], data: Tensor, root: int = EVERYONE) -> Steps:
         """Collect the bytes of every rank into `outs` (uint8), with a root only there."""
         cap, size = self.segment.layout.slot, data.numel()
-        sign: int | None = self._sign(number, "all_gather" if root == EVERYONE else "gather", size)
+        sign = self._sign(number, "all_gather" if root == EVERYONE else "gather", size)
         for start in range(0, max(size, 1), cap):
             piece = slice(start, min(start + cap, size))
             n = piece.stop - start
@@ -194,16 +197,15 @@ class Collectives:
             if root in (EVERYONE, self.rank):
                 outs[self.rank][piece].copy_(data[piece])
                 yield EVERYONE, self.round
-                if sign is not None:
-                    self._check(sign, self.segment.others)
+                self._check(sign, self.segment.others)
                 for rank in self.segment.others:
                     outs[rank][piece].copy_(self.slot(rank, torch.uint8)[:n])
             sign = None
 
-    def broadcast(self, number: int, data: Tensor, root: int) -> Steps:
+    def broadcast(self, number: int | None, data: Tensor, root: int) -> Steps:
         """Send the root's bytes to all; the root does not wait for the others to read the last piece."""
         cap, size = self.segment.layout.slot, data.numel()
-        sign: int | None = self._sign(number, "broadcast", size)
+        sign = self._sign(number, "broadcast", size)
         for start in range(0, max(size, 1), cap):
             piece = data[start : start + cap]
             if self.rank == root:
@@ -220,14 +222,13 @@ class Collectives:
         self.round += 1
         self._post()
         yield root, self.round
-        if sign is not None:
-            self._check(sign, [root])
+        self._check(sign, [root])
 
-    def scatter(self, number: int, out: Tensor, parts: list[Tensor], root: int) -> Steps:
+    def scatter(self, number: int | None, out: Tensor, parts: list[Tensor], root: int) -> Steps:
         """Give each rank its part of the root's bytes; `parts` is empty elsewhere."""
         size = out.numel()
         cap = self.segment.layout.slot // self.size
-        sign: int | None = self._sign(number, "scatter", size)
+        sign = self._sign(number, "scatter", size)
         for start in range(0, max(size, 1), cap):
             n = min(cap, size - start)
             if self.rank == root:
@@ -241,15 +242,15 @@ class Collectives:
                 out[start : start + n].copy_(self.slot(root, torch.uint8)[self.rank * cap : self.rank * cap + n])
             sign = None
 
-    def all_to_all(self, number: int, outs: list[Tensor], parts: list[Tensor]) -> Steps:
+    def all_to_all(self, number: int | None, outs: list[Tensor], parts: list[Tensor]) -> Steps:
         """Give each rank its part of the bytes of every rank; sizes may differ by pair."""
         sizes = torch.tensor([part.numel() for part in parts], dtype=torch.int64, device="cpu")
-        sign: int | None = self._sign(number, "all_to_all", 0)
+        sign = self._sign(number, "all_to_all", 0)
         yield from self._open(sign)
         self.slot(self.rank, torch.int64)[: self.size].copy_(sizes)
         self._post()
         yield EVERYONE, self.round
-        self._check(sign or 0, self.segment.others)
+        self._check(sign, self.segment.others)
         table = [self.slot(rank, torch.int64)[: self.size].tolist() for rank in range(self.size)]
         for rank in range(self.size):
             if table[rank][self.rank] != outs[rank].numel():

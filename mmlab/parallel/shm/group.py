@@ -15,6 +15,7 @@ from torch._C._distributed_c10d import FakeProcessGroup
 from mmlab.parallel.shm.collectives import Collectives, op_name
 from mmlab.parallel.shm.progress import PeerLost, Progress, ShmWork, Steps
 from mmlab.parallel.shm.segment import DEFAULT_BYTES, Segment, meet
+from mmlab.parallel.shm.tensors import Outputs, as_bytes, flat, numbered, total_size
 
 log = logging.getLogger(__name__)
 
@@ -40,56 +41,17 @@ def abort_groups() -> int:
     return len(groups)
 
 
-def _flat(tensor: Tensor) -> Tensor:
-    """A tensor's elements in logical order, without autograd; its own memory where that is possible."""
-    return tensor.detach().contiguous().view(-1)
+_ProcessGroup: Any = dist.ProcessGroup
+"""Its stubs list every overload; torch calls a group in one form only, and that is what is written here."""
 
 
-def _bytes(tensor: Tensor) -> Tensor:
-    return _flat(tensor).view(torch.uint8)
-
-
-class _Outputs:
-    """Flat tensors to be filled for tensors of any strides; `finish` copies back where they are not the same memory."""
-
-    def __init__(self, tensors: Sequence[Tensor]) -> None:
-        for tensor in tensors:
-            if tensor.device.type != "cpu" or tensor.layout != torch.strided:
-                raise ValueError(
-                    f"shm: only dense CPU tensors can be communicated, not {tensor.device} {tensor.layout}"
-                )
-        self.tensors = [tensor.detach() for tensor in tensors]
-        self.flat = [_flat(tensor) for tensor in tensors]
-        self._copies = [
-            (tensor, flat)
-            for tensor, flat in zip(self.tensors, self.flat, strict=True)
-            if flat.data_ptr() != tensor.data_ptr()
-        ]
-
-    @property
-    def bytes(self) -> list[Tensor]:
-        return [flat.view(torch.uint8) for flat in self.flat]
-
-    @property
-    def finish(self) -> Callable[[], None] | None:
-        return self._finish if self._copies else None
-
-    def _finish(self) -> None:
-        for tensor, flat in self._copies:
-            tensor.copy_(flat.view(tensor.shape))
-
-
-def _size(tensors: Sequence[Tensor]) -> int:
-    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
-
-
-class _Named(dist.ProcessGroup):
+class _Named(_ProcessGroup):
     """What torch.distributed asks of a group written in Python: its name, and a backend for the device "cpu".
 
     The backend is only looked at, never called: it says "cpu" where torch asks for a group's devices.
     """
 
-    def __init__(self, store: dist.Store, rank: int, size: int, backend: dist.Backend) -> None:
+    def __init__(self, store: dist.Store, rank: int, size: int, backend: Any) -> None:
         super().__init__(rank, size)
         self._rank, self._size, self._store, self._name = rank, size, store, ""
         self._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.CUSTOM, backend)
@@ -140,7 +102,7 @@ class ShmGroup(_Named):
         self.progress = Progress(segment, timeout, _siblings)
         self._rounds = Collectives(segment)
 
-    def getBackendName(self) -> str:  # noqa: N802  torch's name
+    def getBackendName(self) -> str:
         """The name of the backend."""
         return "shm"
 
@@ -166,8 +128,14 @@ class ShmGroup(_Named):
         """Calls are numbered from the start."""
 
     def _call(
-        self, op: str, outputs: _Outputs | None, steps: Callable[[int], Steps], bytes_: int, opts: Any, result: Any = None
-    ) -> ShmWork:  # fmt: skip
+        self,
+        op: str,
+        outputs: Outputs | None,
+        steps: Callable[[int], Steps],
+        bytes_: int,
+        opts: Any,
+        result: Any = None,
+    ) -> ShmWork:
         found = result if result is not None else (outputs.tensors if outputs else [])
         work = ShmWork(self.progress, found, outputs.finish if outputs else None)
         return self.progress.start(op, bytes_, work, steps, bool(getattr(opts, "asyncOp", True)))
@@ -181,19 +149,19 @@ class ShmGroup(_Named):
         return self._reduce_all(tensors, opts)
 
     def _reduce_all(self, tensors: list[Tensor], opts: Any, root: int = -1) -> ShmWork:
-        outputs, op = _Outputs(tensors), op_name(opts.reduceOp if opts is not None else dist.ReduceOp.SUM)
+        outputs, op = Outputs(tensors), op_name(opts.reduceOp if opts is not None else dist.ReduceOp.SUM)
         rounds = self._rounds
 
         def steps(number: int) -> Steps:
-            for flat in outputs.flat:
-                yield from rounds.all_reduce(number, flat, op, root)
+            for data, first in numbered(outputs.flat, number):
+                yield from rounds.all_reduce(first, data, op, root)
 
         if len(outputs.flat) == 1:
             return self._call(
                 "all_reduce" if root < 0 else "reduce", outputs,
-                lambda number: rounds.all_reduce(number, outputs.flat[0], op, root), _size(tensors), opts,
+                lambda number: rounds.all_reduce(number, outputs.flat[0], op, root), total_size(tensors), opts,
             )  # fmt: skip
-        return self._call("all_reduce" if root < 0 else "reduce", outputs, steps, _size(tensors), opts)
+        return self._call("all_reduce" if root < 0 else "reduce", outputs, steps, total_size(tensors), opts)
 
     def reduce(self, tensors: list[Tensor], opts: Any) -> ShmWork:
         """Reduce a tensor over all ranks, in place on the root, which alone gets the result."""
@@ -204,7 +172,7 @@ class ShmGroup(_Named):
         return self._gather(outputs[0], inputs[0], opts, outputs)
 
     def _gather(self, outputs: list[Tensor], data: Tensor, opts: Any, result: Any = None, root: int = -1) -> ShmWork:
-        mine, outs = _bytes(data), _Outputs(outputs)
+        mine, outs = as_bytes(data), Outputs(outputs)
         if root in (-1, self._rank):
             self._same_sizes(outs.bytes, mine.numel(), len(outputs))
         return self._call(
@@ -223,7 +191,7 @@ class ShmGroup(_Named):
 
     def all_gather_single_coalesced(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> ShmWork:
         """Several times `all_gather_single` in one call."""
-        outs, mine = _Outputs(outputs), [_bytes(data) for data in inputs]
+        outs, mine = Outputs(outputs), [as_bytes(data) for data in inputs]
         parts = []
         for out, data in zip(outs.bytes, mine, strict=True):
             if out.numel() != self._size * data.numel():
@@ -231,31 +199,31 @@ class ShmGroup(_Named):
             parts.append([out[rank * data.numel() : (rank + 1) * data.numel()] for rank in range(self._size)])
 
         def steps(number: int) -> Steps:
-            for out, data in zip(parts, mine, strict=True):
-                yield from self._rounds.all_gather(number, out, data)
+            for (out, data), first in numbered(zip(parts, mine, strict=True), number):
+                yield from self._rounds.all_gather(first, out, data)
 
-        return self._call("all_gather", outs, steps, _size(inputs), opts)
+        return self._call("all_gather", outs, steps, total_size(inputs), opts)
 
     def allgather_coalesced(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None) -> ShmWork:
         """Several times `allgather` in one call; `outputs[rank][i]` is the rank's i-th tensor."""
-        outs, mine = [_Outputs(row) for row in outputs], [_bytes(data) for data in inputs]
+        outs, mine = [Outputs(row) for row in outputs], [as_bytes(data) for data in inputs]
         columns = [[row.bytes[i] for row in outs] for i in range(len(inputs))]
         for column, data in zip(columns, mine, strict=True):
             self._same_sizes(column, data.numel(), len(outputs))
 
         def steps(number: int) -> Steps:
-            for column, data in zip(columns, mine, strict=True):
-                yield from self._rounds.all_gather(number, column, data)
+            for (column, data), first in numbered(zip(columns, mine, strict=True), number):
+                yield from self._rounds.all_gather(first, column, data)
             for row in outs:
                 if row.finish is not None:
                     row.finish()
 
-        return self._call("all_gather", None, steps, _size(inputs), opts, outputs)
+        return self._call("all_gather", None, steps, total_size(inputs), opts, outputs)
 
     def reduce_scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any = None) -> ShmWork:
         """Reduce a list of tensors, one a rank; each rank keeps its own."""
-        flat = torch.cat([_flat(part) for part in inputs[0]])
-        return self.reduce_scatter_single_coalesced(outputs, [flat], opts)
+        whole = torch.cat([flat(part) for part in inputs[0]])
+        return self.reduce_scatter_single_coalesced(outputs, [whole], opts)
 
     def reduce_scatter_single(self, output: Tensor, data: Tensor, opts: Any = None) -> ShmWork:
         """Reduce a tensor; each rank keeps its share of it."""
@@ -265,7 +233,7 @@ class ShmGroup(_Named):
         self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None
     ) -> ShmWork:  # fmt: skip
         """Several times `reduce_scatter_single` in one call."""
-        outs, data = _Outputs(outputs), [_flat(tensor) for tensor in inputs]
+        outs, data = Outputs(outputs), [flat(tensor) for tensor in inputs]
         op = op_name(opts.reduceOp if opts is not None else dist.ReduceOp.SUM)
         for out, whole in zip(outs.flat, data, strict=True):
             if whole.numel() != self._size * out.numel() or whole.dtype != out.dtype:
@@ -273,17 +241,17 @@ class ShmGroup(_Named):
                 raise ValueError(f"shm: {text}")
 
         def steps(number: int) -> Steps:
-            for out, whole in zip(outs.flat, data, strict=True):
-                yield from self._rounds.reduce_scatter(number, out, whole, op)
+            for (out, whole), first in numbered(zip(outs.flat, data, strict=True), number):
+                yield from self._rounds.reduce_scatter(first, out, whole, op)
 
-        return self._call("reduce_scatter", outs, steps, _size(inputs), opts)
+        return self._call("reduce_scatter", outs, steps, total_size(inputs), opts)
 
     def broadcast(self, tensors: list[Tensor], opts: Any) -> ShmWork:
         """The root's tensor on all ranks."""
-        outs = _Outputs(tensors)
+        outs = Outputs(tensors)
         return self._call(
             "broadcast", outs, lambda number: self._rounds.broadcast(number, outs.bytes[0], opts.rootRank),
-            _size(tensors), opts,
+            total_size(tensors), opts,
         )  # fmt: skip
 
     def gather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any) -> ShmWork:
@@ -292,40 +260,41 @@ class ShmGroup(_Named):
 
     def scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any) -> ShmWork:
         """Give each rank its tensor of the root's list."""
-        outs, parts = _Outputs(outputs), [_bytes(part) for part in (inputs[0] if inputs else [])]
+        outs, parts = Outputs(outputs), [as_bytes(part) for part in (inputs[0] if inputs else [])]
         if self._rank == opts.rootRank:
             self._same_sizes(parts, outs.bytes[0].numel(), len(parts))
         return self._call(
             "scatter", outs, lambda number: self._rounds.scatter(number, outs.bytes[0], parts, opts.rootRank),
-            _size(outputs), opts,
+            total_size(outputs), opts,
         )  # fmt: skip
 
     def alltoall(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> ShmWork:
         """Give rank r the r-th tensor of the list; sizes may differ."""
-        outs, parts = _Outputs(outputs), [_bytes(part) for part in inputs]
+        outs, parts = Outputs(outputs), [as_bytes(part) for part in inputs]
+        size = total_size(inputs)
         return self._call(
-            "all_to_all", outs, lambda number: self._rounds.all_to_all(number, outs.bytes, parts), _size(inputs), opts
-        )  # fmt: skip
+            "all_to_all", outs, lambda number: self._rounds.all_to_all(number, outs.bytes, parts), size, opts
+        )
 
     def all_to_all_single(
         self, output: Tensor, data: Tensor, output_sizes: list[int], input_sizes: list[int], opts: Any = None
     ) -> ShmWork:  # fmt: skip
         """Give rank r the r-th block of rows; equal blocks where no sizes are given."""
-        outs = _Outputs([output])
-        into, parts = self._blocks(outs.bytes[0], output, output_sizes), self._blocks(_bytes(data), data, input_sizes)
+        outs = Outputs([output])
+        into, parts = self._blocks(outs.bytes[0], output, output_sizes), self._blocks(as_bytes(data), data, input_sizes)
         return self._call(
-            "all_to_all", outs, lambda number: self._rounds.all_to_all(number, into, parts), _size([data]), opts
+            "all_to_all", outs, lambda number: self._rounds.all_to_all(number, into, parts), total_size([data]), opts
         )  # fmt: skip
 
-    def _blocks(self, flat: Tensor, tensor: Tensor, sizes: Sequence[int]) -> list[Tensor]:
+    def _blocks(self, data: Tensor, tensor: Tensor, sizes: Sequence[int]) -> list[Tensor]:
         rows = tensor.shape[0] if tensor.dim() else 1
         if not sizes and rows % self._size:
             raise ValueError(f"shm: {rows} rows cannot be split over {self._size} ranks")
         sizes = sizes or [rows // self._size] * self._size
         if sum(sizes) != rows or len(sizes) != self._size:
             raise ValueError(f"shm: split sizes {list(sizes)} do not fit {rows} rows and {self._size} ranks")
-        row = flat.numel() // rows if rows else 0
-        return list(flat.split([size * row for size in sizes]))
+        row = data.numel() // rows if rows else 0
+        return list(data.split([size * row for size in sizes]))
 
     def barrier(self, opts: Any = None) -> ShmWork:
         """Wait for all ranks."""
@@ -333,14 +302,14 @@ class ShmGroup(_Named):
 
     def send(self, tensors: list[Tensor], peer: int, tag: int) -> ShmWork:
         """Start sending; complete when the last byte is in shared memory, whatever the receiver does by then."""
-        data = _bytes(tensors[0])
+        data = as_bytes(tensors[0])
         work = ShmWork(self.progress, [])
         work.label, work.note = f"send to {peer} (tag {tag})", ("send", peer, tag, data.numel())
         return self.progress.start_mail(work, lambda w: self.progress.mail.send(data, peer, tag, w), True)
 
     def recv(self, tensors: list[Tensor], peer: int, tag: int) -> ShmWork:
         """Start receiving a message of this tag from a peer, -1 for any peer."""
-        outs = _Outputs(tensors)
+        outs = Outputs(tensors)
         data = outs.bytes[0]
         work = ShmWork(self.progress, outs.tensors, outs.finish)
         work.label, work.note = f"recv from {peer} (tag {tag})", ("recv", peer, tag, data.numel())

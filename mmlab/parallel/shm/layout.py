@@ -142,19 +142,10 @@ def _group_calls(words: memoryview) -> GroupCalls:
                 OPS[words[at + P2P_OP]], everyone[peer] if peer >= 0 else -1, words[at + P2P_TAG],
                 words[at + P2P_BYTES], words[at + P2P_TIME] / 1e9,
             )  # fmt: skip
-        found.append(
-            RankCalls(
-                everyone[rank],
-                words[at + PID],
-                words[at + CALL],
-                words[at + CALLS_DONE],
-                OPS[words[at + CALL_OP]],
-                words[at + CALL_BYTES],
-                words[at + CALL_TIME] / 1e9,
-                p2p,
-                bool(words[at + CLOSED]),
-            )  # fmt: skip
-        )
+        process, closed = words[at + PID], bool(words[at + CLOSED])
+        entered, done, op = words[at + CALL], words[at + CALLS_DONE], OPS[words[at + CALL_OP]]
+        size, since = words[at + CALL_BYTES], words[at + CALL_TIME] / 1e9
+        found.append(RankCalls(everyone[rank], process, entered, done, op, size, since, p2p, closed))
     name = bytes(words[NAME : NAME + NAME_BYTES // 8]).rstrip(b"\0").decode(errors="replace")
     return GroupCalls(name, bool(words[ABORT]), tuple(found))
 

@@ -21,8 +21,8 @@ from torch import Tensor
 from mmlab.parallel.shm import layout as at
 from mmlab.parallel.shm.layout import Layout
 
-DEFAULT_BYTES = 4 << 20
-"""Bytes of one group's file: slots of 512 KiB for two ranks, 256 KiB for four."""
+DEFAULT_BYTES = 8 << 20
+"""Bytes of one group's file: slots of 1 MiB for two ranks, 512 KiB for four."""
 _FUTEX = 202  # number of the system call on x86-64
 _FUTEX_WAIT, _FUTEX_WAKE = 0, 1
 
@@ -53,7 +53,7 @@ def _take(folder: str, size: int) -> int:
 
 def create(size: int, folders: tuple[str, ...]) -> tuple[int, str, str]:
     """Take the file in the first folder that has room: (descriptor, folder, why not in the folders before)."""
-    reasons = []
+    reasons: list[str] = []
     for folder in folders:
         try:
             return _take(folder, size), folder, "; ".join(reasons)
