@@ -120,8 +120,8 @@ class Boundary:
             if found or not wait:
                 return [Command(**value) for value in found]
 
-    def acknowledge(self, command: Command, step: int, message: str, ok: bool) -> bool:
-        """Gather every rank's outcome, answer the command and log it. Returns whether all ranks succeeded."""
+    def outcome(self, command: Command, step: int, message: str, ok: bool) -> Ack:
+        """Gather every rank's outcome and log the command; returns the answer, which is still to be given."""
         outcomes = self.channel.gather([self.channel.rank, ok, message])
         failed = [f"rank {rank}: {text}" if len(outcomes) > 1 else text for rank, good, text in outcomes if not good]
         texts = {text for _, good, text in outcomes if not good}
@@ -130,5 +130,4 @@ class Boundary:
         ack = Ack(command.id, not failed, step, ranks, reason or message, time.time())
         self.emit("command", step=step, id=command.id, verb=command.verb, args=command.args, source=command.source,
                   ok=ack.ok, ranks=ranks, message=ack.message)  # fmt: skip
-        self.listener.answer(ack)
-        return ack.ok
+        return ack

@@ -147,9 +147,10 @@ class Session:
             raise  # not a refusal: the run cannot go on
         except MmlabError as error:
             message, ok = str(error), False
-        self.boundary.acknowledge(command, self.steering.step, message, ok)
-        if self.state != before:
+        ack = self.boundary.outcome(command, self.steering.step, message, ok)
+        if self.state != before and not self.steering.stopped:  # a stopped run still saves; it says so at its end
             self.emit("state", step=self.steering.step, state=self.state, reason=f"{command.verb} ({command.source})")
+        self.listener.answer(ack)  # last: who has the answer finds the state in the log
 
     def refuse_rest(self) -> None:
         """Answer what came too late to be applied: nobody is to wait for a run that has ended (rank 0)."""

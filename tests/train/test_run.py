@@ -54,6 +54,7 @@ def test_commands_apply_on_the_same_step_on_all_ranks(pool, shards, tmp_path):
     run.wait_step(3)
     seen = run.events("step")[-1]["step"]
     ack = run.do("pause")
+    assert run.events("state")[-1]["state"] == "paused"  # whoever has the answer finds the state
     assert ack.ok
     assert ack.ranks == [0, 1, 2]
     time.sleep(0.3)
@@ -218,6 +219,15 @@ def test_commands_that_come_after_the_last_step_are_answered(pool, shards, tmp_p
     assert run.join() == ["finished"] * 3
     ending = ["checkpoint", "eval", "samples", "command", "state"]  # saved before the evaluation, which might fail
     assert [e["kind"] for e in run.events()][-5:] == ending
+
+
+def test_a_stopped_run_says_so_once_its_weights_are_saved(pool, shards, tmp_path):
+    run = LiveRun(pool, make_plan(shards, "train.steps=100000", "checkpoint.at_end=true"), tmp_path / "run")
+    run.wait_step(1)
+    assert run.do("stop").ok
+    assert run.join() == ["stopped"] * 3
+    assert [e["kind"] for e in run.events()][-3:] == ["command", "checkpoint", "state"]
+    assert [e["state"] for e in run.events("state")] == ["running", "stopped"]
 
 
 def test_a_run_goes_on_to_the_steps_last_asked_for(pool, shards, tmp_path):
