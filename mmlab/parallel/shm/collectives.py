@@ -89,15 +89,23 @@ class Collectives:
         """Drop the views of the slots."""
         self._slots.clear()
 
-    def _open(self, sign: int | None) -> Steps:
-        """Begin a round in which this rank writes: wait until its slot is free; sign the first one of a call."""
+    def _begin(self) -> tuple[int, int]:
+        """Begin a round in which this rank writes; yield the result, to wait until its slot is free."""
         self.round += 1
-        yield EVERYONE, self.round - 1
-        if sign is not None:
-            self.segment.words[self.segment.me + at.SIGNATURES + (sign >> 48 & 1)] = sign
+        return EVERYONE, self.round - 1
 
-    def _post(self) -> None:
-        self.segment.words[self.segment.me + at.FLAG] = self.round
+    def _write(self, sign: int | None, data: Tensor) -> None:
+        """Put data at the start of this rank's slot and raise its flag."""
+        if data.numel():
+            self.slot(self.rank, data.dtype)[: data.numel()].copy_(data)
+        self._post(sign)
+
+    def _post(self, sign: int | None) -> None:
+        """Raise this rank's flag; sign the first round of a call."""
+        words, me = self.segment.words, self.segment.me
+        if sign is not None:
+            words[me + at.SIGNATURES + (sign >> 48 & 1)] = sign
+        words[me + at.FLAG] = self.round
         self.segment.ring_bells()
 
     def _check(self, sign: int | None, ranks: list[int]) -> None:
@@ -124,8 +132,8 @@ class Collectives:
     def barrier(self, number: int | None) -> Steps:
         """Wait for all ranks."""
         sign = self._sign(number, "barrier", 0)
-        yield from self._open(sign)
-        self._post()
+        yield self._begin()
+        self._post(sign)
         yield EVERYONE, self.round
         self._check(sign, self.segment.others)
 
@@ -137,9 +145,8 @@ class Collectives:
         split = root == EVERYONE and self.size > 2 and bytes_ > WHOLE
         for start in range(0, max(size, 1), cap):
             piece = data[start : start + cap]
-            yield from self._open(sign)
-            self.slot(self.rank, data.dtype)[: piece.numel()].copy_(piece)
-            self._post()
+            yield self._begin()
+            self._write(sign, piece)
             if root in (EVERYONE, self.rank):
                 yield EVERYONE, self.round
                 self._check(sign, self.segment.others)
@@ -156,10 +163,10 @@ class Collectives:
         bounds = [size * rank // self.size for rank in range(self.size + 1)]
         low, high = bounds[self.rank], bounds[self.rank + 1]
         parts = [self.slot(rank, dtype)[low:high] for rank in range(self.size)]
-        yield from self._open(None)
+        yield self._begin()
         mine = self.slot(self.rank, dtype)[low:high]
         reduce_into(mine, parts, op)
-        self._post()
+        self._post(None)
         piece[low:high].copy_(mine)
         yield EVERYONE, self.round
         for rank in self.segment.others:
@@ -175,9 +182,9 @@ class Collectives:
         for start in range(0, max(size, 1), cap):
             piece = out[start : start + cap]
             n = piece.numel()
-            yield from self._open(sign)
+            yield self._begin()
             self.slot(self.rank, data.dtype)[: self.size * n].view(self.size, n).copy_(rows[:, start : start + n])
-            self._post()
+            self._post(sign)
             yield EVERYONE, self.round
             self._check(sign, self.segment.others)
             mine = slice(self.rank * n, self.rank * n + n)
@@ -191,9 +198,8 @@ class Collectives:
         for start in range(0, max(size, 1), cap):
             piece = slice(start, min(start + cap, size))
             n = piece.stop - start
-            yield from self._open(sign)
-            self.slot(self.rank, torch.uint8)[:n].copy_(data[piece])
-            self._post()
+            yield self._begin()
+            self._write(sign, data[piece])
             if root in (EVERYONE, self.rank):
                 outs[self.rank][piece].copy_(data[piece])
                 yield EVERYONE, self.round
@@ -209,9 +215,8 @@ class Collectives:
         for start in range(0, max(size, 1), cap):
             piece = data[start : start + cap]
             if self.rank == root:
-                yield from self._open(sign)
-                self.slot(root, torch.uint8)[: piece.numel()].copy_(piece)
-                self._post()
+                yield self._begin()
+                self._write(sign, piece)
             else:
                 yield from self._follow(root, sign)
                 piece.copy_(self.slot(root, torch.uint8)[: piece.numel()])
@@ -220,7 +225,7 @@ class Collectives:
     def _follow(self, root: int, sign: int | None) -> Steps:
         """A round in which only the root writes."""
         self.round += 1
-        self._post()
+        self._post(None)
         yield root, self.round
         self._check(sign, [root])
 
@@ -232,11 +237,11 @@ class Collectives:
         for start in range(0, max(size, 1), cap):
             n = min(cap, size - start)
             if self.rank == root:
-                yield from self._open(sign)
+                yield self._begin()
                 for rank in self.segment.others:
                     self.slot(root, torch.uint8)[rank * cap : rank * cap + n].copy_(parts[rank][start : start + n])
                 out[start : start + n].copy_(parts[root][start : start + n])
-                self._post()
+                self._post(sign)
             else:
                 yield from self._follow(root, sign)
                 out[start : start + n].copy_(self.slot(root, torch.uint8)[self.rank * cap : self.rank * cap + n])
@@ -246,9 +251,8 @@ class Collectives:
         """Give each rank its part of the bytes of every rank; sizes may differ by pair."""
         sizes = torch.tensor([part.numel() for part in parts], dtype=torch.int64, device="cpu")
         sign = self._sign(number, "all_to_all", 0)
-        yield from self._open(sign)
-        self.slot(self.rank, torch.int64)[: self.size].copy_(sizes)
-        self._post()
+        yield self._begin()
+        self._write(sign, sizes)
         yield EVERYONE, self.round
         self._check(sign, self.segment.others)
         table = [self.slot(rank, torch.int64)[: self.size].tolist() for rank in range(self.size)]
@@ -260,12 +264,12 @@ class Collectives:
         outs[self.rank].copy_(parts[self.rank])
         cap, largest = self.segment.layout.slot // self.size, max(max(row) for row in table)
         for start in range(0, largest, cap):
-            yield from self._open(None)
+            yield self._begin()
             mine = self.slot(self.rank, torch.uint8)
             for rank in self.segment.others:
                 piece = parts[rank][start : start + cap]
                 mine[rank * cap : rank * cap + piece.numel()].copy_(piece)
-            self._post()
+            self._post(None)
             yield EVERYONE, self.round
             for rank in self.segment.others:
                 piece = outs[rank][start : start + cap]

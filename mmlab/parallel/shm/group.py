@@ -304,7 +304,7 @@ class ShmGroup(_Named):
         """Start sending; complete when the last byte is in shared memory, whatever the receiver does by then."""
         data = as_bytes(tensors[0])
         work = ShmWork(self.progress, [])
-        work.label, work.note = f"send to {peer} (tag {tag})", ("send", peer, tag, data.numel())
+        work.note = ("send", peer, tag, data.numel())
         return self.progress.start_mail(work, lambda w: self.progress.mail.send(data, peer, tag, w), True)
 
     def recv(self, tensors: list[Tensor], peer: int, tag: int) -> ShmWork:
@@ -312,7 +312,7 @@ class ShmGroup(_Named):
         outs = Outputs(tensors)
         data = outs.bytes[0]
         work = ShmWork(self.progress, outs.tensors, outs.finish)
-        work.label, work.note = f"recv from {peer} (tag {tag})", ("recv", peer, tag, data.numel())
+        work.note = ("recv", peer, tag, data.numel())
         return self.progress.start_mail(work, lambda w: self.progress.mail.receive(data, peer, tag, w), False)
 
     def recv_anysource(self, tensors: list[Tensor], tag: int) -> ShmWork:

@@ -50,7 +50,7 @@ class _Arriving:
 
 @dataclass
 class _Ring:
-    """One end of a ring: `block` index of its two counters, `data` its bytes.
+    """One end of a ring: `block` index of its two counters, `data` its bytes, `start` index of its first word.
 
     `calls` are sends in their order, or receives that no message has come for; `kept` messages that nobody asked for;
     `current` the message of which a part has come.
@@ -58,6 +58,7 @@ class _Ring:
 
     block: int
     data: Tensor
+    start: int
     calls: deque[_Call] = field(default_factory=deque)
     kept: deque[_Arriving] = field(default_factory=deque)
     current: _Arriving | None = None
@@ -75,8 +76,7 @@ class Mail:
         for other in segment.others:
             for rings, pair in ((self._out, (me, other)), (self._in, (other, me))):
                 start = layout.ring_at(*pair)
-                rings[other] = _Ring(layout.ring_block(*pair), segment.tensor[start : start + layout.ring])
-        self._line = torch.zeros(LINE // 8, dtype=torch.int64)
+                rings[other] = _Ring(layout.ring_block(*pair), segment.tensor[start : start + layout.ring], start // 8)
         self._any: deque[_Call] = deque()  # receives from whoever sends first
 
     def send(self, data: Tensor, peer: int, tag: int, work: ShmWork) -> None:
@@ -125,8 +125,8 @@ class Mail:
             if room < LINE:
                 break
             if message.moved < 0:
-                self._line[0], self._line[1] = message.tag, message.data.numel()
-                self._copy(ring.data, head, self._line.view(torch.uint8), True)
+                line = ring.start + head % self.ring // 8
+                words[line], words[line + 1] = message.tag, message.data.numel()
                 message.moved, head, room = 0, head + LINE, room - LINE
             size = message.data.numel()
             step = min(size - message.moved, room)
@@ -147,9 +147,9 @@ class Mail:
         tail = words[ring.block + at.TAIL]
         while (ready := words[ring.block + at.HEAD] - tail) > 0:
             if ring.current is None:
-                self._copy(ring.data, tail, self._line.view(torch.uint8), False)
+                line = ring.start + tail % self.ring // 8
                 tail, ready = tail + LINE, ready - LINE
-                ring.current = self._expected(ring, *self._line[:2].tolist())
+                ring.current = self._expected(ring, words[line], words[line + 1])
             message = ring.current
             step = min(message.data.numel() - message.moved, ready)
             self._copy(ring.data, tail, message.data[message.moved : message.moved + step], False)

@@ -28,7 +28,7 @@ from mmlab.parallel.shm.segment import Segment, now
 Steps = Generator[tuple[int, int], None, None]
 """A collective: yields (rank, flag) to wait until that rank's flag, or every rank's if rank is -1, reaches a value."""
 
-SPINS, YIELDS = 3, 50
+SPINS, YIELDS = 3, 6
 """Looks at the flags before yielding the core, and before sleeping: about 5 and 100 microseconds. Ranks often share a
 core, and then every spin delays the peer that is waited for: 30 spins made a 4 KB all-reduce a third slower."""
 NAP, LONG_NAP, PATIENCE = 0.005, 0.05, 1.0
@@ -40,6 +40,9 @@ GRACE, IDLE = 0.001, 0.5
 """The driving thread leaves a new call to a waiter for GRACE seconds and ends after IDLE seconds without any."""
 
 
+_OPS = {op: number for number, op in enumerate(at.OPS)}
+
+
 class PeerLost(dist.DistBackendError):
     """A shared-memory call cannot finish: a peer ended, left, did not come in time, or the group was aborted."""
 
@@ -47,18 +50,28 @@ class PeerLost(dist.DistBackendError):
 class ShmWork(dist._Work):
     """One call under way. `wait` drives it to its end; raises what went wrong."""
 
+    done = False
+    error: BaseException | None = None
+    needs: tuple[int, int] | None = None  # what the generator waits for
+    steps: Steps | None = None
+    call: tuple[str, int, int] | None = None  # of a collective: op, bytes, number
+    note: tuple[str, int, int, int] | None = None  # of a send or receive: op, peer, tag, bytes
+    source = -1
+    _future: torch.futures.Future | None = None
+
     def __init__(self, progress: Progress, result: list[Tensor], finish: Callable[[], None] | None = None) -> None:
         super().__init__()
         self.progress, self.tensors, self.finish = progress, result, finish
-        self.done = False
-        self.error: BaseException | None = None
-        self.steps: Steps | None = None
-        self.needs: tuple[int, int] | None = None
-        self.label = ""
-        self.source = -1
         self.deadline = 0.0
-        self.note: tuple[str, int, int, int] | None = None  # of a send or receive: op, peer, tag, bytes
-        self._future: torch.futures.Future | None = None
+
+    @property
+    def label(self) -> str:
+        """The call in words, for messages."""
+        if self.call is not None:
+            return f"{self.call[0]} #{self.call[2]}"
+        if self.note is not None:
+            return f"{self.note[0]} ({'to' if self.note[0] == 'send' else 'from'} {self.note[1]}, tag {self.note[2]})"
+        return "a call"
 
     def complete(self, error: BaseException | None = None) -> None:
         """Mark as done (by whoever drove it)."""
@@ -147,23 +160,21 @@ class Progress:
         with self.lock:
             self._usable()
             self._calls += 1
-            number = self._calls
-            work.label = f"{op} #{number}"
+            work.call = (op, bytes_, self._calls)
             work.deadline = time.monotonic() + self.timeout
-            work.steps = self._recorded(op, bytes_, number, steps(number))
+            work.steps = steps(self._calls)
             self.queue.append(work)
             self.advance()
             if background and not work.done:
                 self.hand_over()
         return work
 
-    def _recorded(self, op: str, bytes_: int, number: int, steps: Steps) -> Steps:
+    def _enter(self, op: str, bytes_: int, number: int) -> None:
+        """Record that this rank enters a call, for `read_calls`."""
         words, me = self.segment.words, self.segment.me
-        words[me + at.CALL_OP], words[me + at.CALL_BYTES] = at.OPS.index(op), bytes_
+        words[me + at.CALL_OP], words[me + at.CALL_BYTES] = _OPS[op], bytes_
         words[me + at.CALL_TIME] = now()
         words[me + at.CALL] = number
-        yield from steps
-        words[me + at.CALLS_DONE] = number
 
     def start_mail(self, work: ShmWork, post: Callable[[ShmWork], None], background: bool) -> ShmWork:
         """Issue a send or a receive."""
@@ -190,18 +201,26 @@ class Progress:
             words, flags = self.segment.words, self.segment.flags
             while self.queue:
                 work = self.queue[0]
-                while True:
-                    if work.needs is not None:
-                        who, value = work.needs
-                        if who >= 0:
-                            if words[flags[who]] < value:
-                                return
-                        elif any(words[flag] < value for flag in flags):
-                            return
-                    try:
-                        work.needs = next(work.steps)  # type: ignore[arg-type]
-                    except StopIteration:
-                        break
+                needs, steps = work.needs, work.steps
+                assert steps is not None
+                assert work.call is not None
+                if needs is None:
+                    self._enter(*work.call)
+                try:
+                    while True:
+                        if needs is not None:
+                            who, value = needs
+                            if who >= 0:
+                                if words[flags[who]] < value:
+                                    return
+                            else:
+                                for flag in flags:
+                                    if words[flag] < value:
+                                        return
+                        needs = work.needs = next(steps)
+                except StopIteration:
+                    pass
+                words[self.segment.me + at.CALLS_DONE] = work.call[2]
                 self.queue.popleft()
                 work.complete()
         except BaseException as error:
@@ -252,15 +271,22 @@ class Progress:
             if looks <= YIELDS:
                 if looks > SPINS:
                     os.sched_yield()
-                self._step(looks % 8 == 0 or work.steps is None)
+                self._step(work.steps is None)
                 continue
-            clock = time.monotonic()
+            long = False
             if looks == YIELDS + 1:
-                began = looked = clock
-            if clock - looked > LOOK or clock > deadline:
-                looked = clock
-                self._examine(work, clock > deadline)
-            self._nap(work, NAP if clock - began < PATIENCE else LONG_NAP)
+                began = looked = time.monotonic()
+            else:  # a nap has gone by
+                clock = time.monotonic()
+                long = clock - began > PATIENCE
+                if clock - looked > LOOK or clock > deadline:
+                    looked = clock
+                    self._examine(work, clock > deadline)
+                if self._aborted_anywhere():
+                    self._step(True)
+                    with self.lock:
+                        self._fail(PeerLost(f"shm: the connection to the peers was aborted in {work.label}"))
+            self._nap(work, LONG_NAP if long else NAP)
 
     def _step(self, mail: bool) -> None:
         with self.lock:
@@ -270,24 +296,21 @@ class Progress:
                     self.mail.pump()
 
     def _nap(self, work: ShmWork, seconds: float) -> None:
-        """Sleep until a peer rings; an abort of any group of this process counts."""
+        """Sleep until a peer rings."""
         segment = self.segment
         with self.lock:
+            if work.done:
+                return
             if segment.mapped is None:
                 self._fail(PeerLost("shm: the connection to the peers of this group is closed"))
                 return
             words, me = segment.words, segment.me
             words[me + at.ASLEEP] = 1
             door = words[me + at.DOOR]
+            self._step(True)  # what came before the others could see that this rank sleeps
         try:
-            self._step(True)
-            if work.done:
-                return
-            if self._aborted_anywhere():
-                with self.lock:
-                    self._fail(PeerLost(f"shm: the connection to the peers was aborted in {work.label}"))
-                return
-            segment.sleep(door, seconds)
+            if not work.done:
+                segment.sleep(door, seconds)
         finally:
             with self.lock:
                 if segment.mapped is not None:

@@ -25,18 +25,19 @@ class Outputs:
     """Flat tensors to be filled for tensors of any strides; `finish` copies back where they are not the same memory."""
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
+        self.tensors: list[Tensor] = []
+        self.flat: list[Tensor] = []
+        self._copies: list[tuple[Tensor, Tensor]] = []
         for tensor in tensors:
-            if tensor.device.type != "cpu" or tensor.layout != torch.strided:
-                raise ValueError(
-                    f"shm: only dense CPU tensors can be communicated, not {tensor.device} {tensor.layout}"
-                )
-        self.tensors = [tensor.detach() for tensor in tensors]
-        self.flat = [flat(tensor) for tensor in tensors]
-        self._copies = [
-            (tensor, data)
-            for tensor, data in zip(self.tensors, self.flat, strict=True)
-            if data.data_ptr() != tensor.data_ptr()
-        ]
+            if not tensor.is_cpu or tensor.layout is not torch.strided:
+                raise ValueError(f"shm: a dense CPU tensor is needed, not {tensor.layout} on {tensor.device}")
+            tensor = tensor.detach()
+            self.tensors.append(tensor)
+            if tensor.is_contiguous():
+                self.flat.append(tensor.view(-1))
+            else:
+                self.flat.append(tensor.contiguous().view(-1))
+                self._copies.append((tensor, self.flat[-1]))
 
     @property
     def bytes(self) -> list[Tensor]:
