@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import importlib
-import sys
 import time
 from collections.abc import Generator, Iterator, Mapping
 from pathlib import Path
@@ -18,12 +17,12 @@ from typing import Any, Literal, overload
 
 from mmlab.cluster import registry
 from mmlab.cluster.client import LabView, check_profile
-from mmlab.cluster.registry import LabConfig, LabPaths
-from mmlab.errors import LabError, MmlabError
+from mmlab.cluster.registry import LabPaths
+from mmlab.errors import LabError, MmlabError, PlanError
 from mmlab.messages import new_command, read_json, send, write_json
 from mmlab.messages.runs import create_run, runs_root
-from mmlab.plan import Plan, set_live
-from mmlab.plan.schema import ClusterConfig
+from mmlab.plan import Plan, check_platform, set_live
+from mmlab.plan.keys import flatten
 from mmlab.tracking.progress import current_shell, in_kernel, report_unseen
 from mmlab.tracking.record import ENDED, RunRecord, list_runs
 from mmlab.tracking.sent import Sent, WaitTimeout
@@ -141,7 +140,7 @@ class Run:
 
         PlanError on a key that cannot change during a run (lists those that can), or a value that it does not admit.
         """
-        values = {key: value} if isinstance(key, str) else dict(key)
+        values = dict(flatten({key: value} if isinstance(key, str) else key))
         set_live(self.plan, values)
         return self._send("set", values=values)
 
@@ -221,29 +220,17 @@ class Lab:
         for local engines.
 
         `outlive`: whether the lab lives on when this process ends; default: in a kernel. Such a lab ends itself after
-        `idle_timeout` seconds without run or client. `start_timeout` in seconds, for local engines. LabError when it
-        cannot be started.
+        `idle_timeout` seconds without run or client. `start_timeout` in seconds, for local engines. Both default to
+        those of the plan that is trained. LabError when it cannot be started.
         """
-        if sys.platform == "win32":
-            raise LabError("mmlab does not run on native Windows; use WSL2 (`wsl --install`) and install it there")
+        check_platform()
         if engines is not None and engines < 1:
             raise LabError(f"a lab needs at least one engine, not {engines}")
         check_profile(profile)
         registry.clean_leftovers()
-        defaults = ClusterConfig()
         outlive = in_kernel() if outlive is None else outlive
-        me = registry.this_process()
-        config = LabConfig(
-            id=registry.new_id(),
-            engines=engines or ENGINES,
-            profile=profile,
-            owner=None if outlive else {"pid": me["pid"], "started": me["started"]},
-            idle_timeout=defaults.idle_timeout if idle_timeout is None else idle_timeout,
-            start_timeout=defaults.start_timeout if start_timeout is None else start_timeout,
-            worker=worker,
-            created=time.time(),
-        )
-        self._open(registry.start_keeper(config))
+        limits = {"idle_timeout": idle_timeout, "start_timeout": start_timeout}
+        self._open(registry.start_keeper(registry.new_config(engines or ENGINES, profile, outlive, worker, **limits)))
 
     def _open(self, paths: LabPaths) -> None:
         self._paths = paths
@@ -313,6 +300,9 @@ class Lab:
         """
         plan = plan if isinstance(plan, Plan) else Plan.load(plan)
         plan.check().raise_if_any()
+        if plan.cluster.profile not in ("", self._config.get("profile", "")):
+            name = plan.cluster.profile
+            raise PlanError(f'cluster.profile = "{name}": this lab is of another; use mmlab.Lab(profile="{name}")')
         self._check_free()
         paths = create_run(runs_root(), plan.name, plan.dumps(), plan.world_size, plan.train.steps)
         run = Run(paths.root, self)
@@ -341,7 +331,10 @@ class Lab:
             queue_again(run._record)
         run._seen_failed = False
         self.run = run
-        registry.ask(self._paths, "launch", run_dir=str(paths.root), generation=generation, restore=restore)
+        limits = {name: getattr(run.plan.cluster, name) for name in ("idle_timeout", "start_timeout")}
+        registry.ask(
+            self._paths, "launch", run_dir=str(paths.root), generation=generation, restore=restore, limits=limits
+        )
         shell = current_shell()
         if in_kernel() and shell is not None:
             report_unseen(shell, run._record, lambda: run._seen_failed)

@@ -14,12 +14,13 @@ import signal
 import sys
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from mmlab.cluster.engine_main import KEEPER
 from mmlab.cluster.engines import Engines
-from mmlab.cluster.launching import ActiveRun, Stopped, launch, take_over, watch
+from mmlab.cluster.launching import ActiveRun, Stopped, launch, refuse, take_over, watch
 from mmlab.cluster.processes import MARK, end_all
 from mmlab.cluster.registry import (
     LabConfig,
@@ -86,9 +87,12 @@ class Keeper:
         elif request["verb"] == "launch":
             try:
                 run = take_over(request)
-            except (MmlabError, OSError):
+            except (MmlabError, OSError) as error:
                 self.log.exception("launch")
+                refuse(request, str(error))
                 return
+            limits = {name: value for name, value in request["limits"].items() if name not in self.config.fixed}
+            self.config = self.engines.config = replace(self.config, **limits)
             with self._wake:
                 self.runs = [old for old in self.runs if old.paths != run.paths] + [run]
                 self._pending.append(run)

@@ -98,6 +98,12 @@ def take_over(request: dict[str, Any]) -> ActiveRun:
     return run
 
 
+def refuse(request: dict[str, Any], reason: str) -> None:
+    """Write that a run could not be taken over: nobody is to wait for it."""
+    run = ActiveRun(RunPaths(Path(request["run_dir"])), int(request["generation"]), None, 0)
+    run.emit("state", state="failed", reason=reason)
+
+
 class Stopped(Exception):
     """The run was stopped before it started."""
 

@@ -25,6 +25,7 @@ from jupyter_core.paths import jupyter_runtime_dir
 from mmlab.cluster.processes import MARK, Tracked, end_all
 from mmlab.errors import LabError
 from mmlab.messages.files import process_alive, process_started, read_json
+from mmlab.plan.schema import ClusterConfig
 
 BIRTH = 60.0
 """Seconds after which a lab whose keeper has not written `lab.json` counts as dead."""
@@ -42,7 +43,7 @@ class LabConfig:
     `engines` wanted at the start; `profile` an ipyparallel profile, empty for local engines; `owner` the process whose
     end ends the lab ({"pid", "started"}), None for a lab that outlives it; `idle_timeout` and `start_timeout` in
     seconds (`start_timeout` holds for local engines, batch queues wait without limit); `worker` the module
-    that trains.
+    that trains; `fixed` the fields that a plan does not change.
     """
 
     id: str
@@ -53,6 +54,7 @@ class LabConfig:
     start_timeout: float
     worker: str
     created: float
+    fixed: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -106,6 +108,24 @@ def this_process() -> dict[str, Any]:
     return {"pid": pid, "started": process_started(pid), "host": socket.gethostname()}
 
 
+def new_config(engines: int, profile: str, outlive: bool, worker: str, **limits: float | None) -> LabConfig:
+    """What a lab of this process is asked to be; `limits`: idle_timeout and start_timeout, None for a plan's."""
+    me = this_process()
+    own = {name: value for name, value in limits.items() if value is not None}
+    cluster = ClusterConfig()
+    return LabConfig(
+        id=new_id(),
+        engines=engines,
+        profile=profile,
+        owner=None if outlive else {"pid": me["pid"], "started": me["started"]},
+        idle_timeout=own.get("idle_timeout", cluster.idle_timeout),
+        start_timeout=own.get("start_timeout", cluster.start_timeout),
+        worker=worker,
+        created=time.time(),
+        fixed=tuple(own),
+    )
+
+
 def start_keeper(config: LabConfig) -> LabPaths:
     """Write a lab down and start its keeper in a session of its own. LabError when the folder cannot be written."""
     paths = LabPaths(registry() / config.id)
@@ -147,11 +167,6 @@ def attach_client(paths: LabPaths) -> None:
     """Write down that this process uses the lab, which therefore is not idle."""
     me = this_process()
     write_private(paths.clients / f"{me['host']}-{me['pid']}.json", me)
-
-
-def detach_client(paths: LabPaths) -> None:
-    """This process no longer uses the lab."""
-    (paths.clients / f"{socket.gethostname()}-{os.getpid()}.json").unlink(missing_ok=True)
 
 
 def live_clients(paths: LabPaths) -> int:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from mmlab.cluster.pool import RankPool
-from mmlab.plan import Plan
+from mmlab.plan import Plan, check_platform
 from mmlab.plan.schema import MODULES
 
 FLOAT64_BOUND = 1e-9
@@ -38,6 +38,7 @@ def verify(
     max_rel_loss, max_rel_grad, max_rel_param, worst (names), own_precision, ok, losses, world_size, plan, seconds.
     PlanError when the plan has problems; RankError when a rank fails.
     """
+    check_platform()
     plan.check().raise_if_any()
     began = time.monotonic()
     say = progress or (lambda text: None)

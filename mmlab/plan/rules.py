@@ -37,10 +37,10 @@ MAX_LANES = 1024
 """Lanes beyond this make every manifest and checkpoint carry cursors without mixing samples any better."""
 
 
-def check_platform(platform: str = sys.platform) -> None:
-    """LabError on native Windows, where engines cannot start."""
-    if platform == "win32":
-        raise LabError("mmlab does not run engines on native Windows; use it inside WSL2 (README, Platforms).")
+def check_platform(platform: str = "") -> None:
+    """LabError on native Windows, where engines cannot start; `platform` as `sys.platform`, which is the default."""
+    if (platform or sys.platform) == "win32":
+        raise LabError("mmlab does not run on native Windows; use WSL2 (`wsl --install`) and install it there")
 
 
 def divisor(limit: int, *numbers: int) -> int:

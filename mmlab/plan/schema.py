@@ -251,7 +251,7 @@ class TrainConfig(Section):
     eval_every: int = Field(0, ge=0, json_schema_extra=LIVE)
     """Steps between evaluations on held-out samples; 0 means only at the end, if there are any."""
     eval_samples: int = Field(64, ge=0)
-    """Held-out samples an evaluation uses (rounded down to whole microbatches); 0 means no evaluation."""
+    """Held-out samples an evaluation uses (rounded up to whole global batches); 0 means no evaluation."""
     sample_images: int = Field(8, ge=0)
     """Held-out pictures for which an evaluation writes text."""
     vision: ModuleTrain = ModuleTrain()
@@ -277,15 +277,17 @@ class ClusterConfig(Section):
     """The engines."""
 
     profile: str = ""
-    """An ipyparallel profile; empty means local engines."""
+    """An ipyparallel profile, for which the lab must have been made; empty means the engines that the lab has (`mmlab
+    run`: local ones)."""
     ranks_per_node: int = Field(0, ge=0)
     """Ranks that fit on one node; 0 means all on one."""
     threads: int = Field(0, ge=0)
     """torch threads of each rank; 0 means max(1, cores // ranks of the host)."""
     idle_timeout: float = Field(1800.0, gt=0)
-    """Seconds without run or client after which a lab ends itself."""
+    """Seconds without run or client after which a lab that trains this plan ends itself, unless it was told otherwise
+    when it was made."""
     start_timeout: float = Field(180.0, gt=0)
-    """Seconds that local engines may take to start (batch profiles wait without limit)."""
+    """Seconds that local engines may take to start (batch profiles wait without limit), likewise."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where ranks compute; auto takes CUDA where torch sees one GPU for each rank of the host."""
 

@@ -44,9 +44,7 @@ def test_clients_that_ended_do_not_count(paths):
     subprocess.run([sys.executable, "-c", code, paths.root], check=True)
     assert len(list(paths.clients.iterdir())) == 2
     assert registry.live_clients(paths) == 1
-    registry.detach_client(paths)
-    assert registry.live_clients(paths) == 0
-    assert list(paths.clients.iterdir()) == []
+    assert len(list(paths.clients.iterdir())) == 1
 
 
 def test_a_lab_being_born_lives_and_one_without_keeper_is_cleaned(paths):

@@ -101,6 +101,14 @@ def test_an_idle_lab_ends_itself(owner):
     assert not (registry.registry() / lab_id).exists()
 
 
+def test_a_plan_says_after_which_time_its_lab_is_idle(owner):
+    short = TRAIN.replace("{'name'", "{'cluster.idle_timeout': 1.0, 'name'").replace("=100000", "=3")
+    kernel = owner(short, outlive=True, idle=None)
+    lab_id, _ = kernel.stdout.readline().split()
+    assert kernel.wait(30) == 0
+    eventually(lambda: not (registry.registry() / lab_id).exists())
+
+
 def test_what_a_killed_keeper_leaves_is_cleaned_up(owner):
     kernel = owner(TRAIN + "time.sleep(600)", outlive=True)
     lab_id, run_dir = kernel.stdout.readline().split()
