@@ -248,30 +248,43 @@ class Collectives:
             sign = None
 
     def all_to_all(self, number: int | None, outs: list[Tensor], parts: list[Tensor]) -> Steps:
-        """Give each rank its part of the bytes of every rank; sizes may differ by pair."""
-        sizes = torch.tensor([part.numel() for part in parts], dtype=torch.int64, device="cpu")
+        """Give each rank its part of the bytes of every rank; sizes may differ by pair.
+
+        The first words of a slot say how much there is for whom, so all ranks know how many rounds it takes.
+        """
         sign = self._sign(number, "all_to_all", 0)
-        yield self._begin()
-        self._write(sign, sizes)
-        yield EVERYONE, self.round
-        self._check(sign, self.segment.others)
-        table = [self.slot(rank, torch.int64)[: self.size].tolist() for rank in range(self.size)]
-        for rank in range(self.size):
-            if table[rank][self.rank] != outs[rank].numel():
-                came, world = table[rank][self.rank], self.segment.words[at.GLOBAL + rank]
-                text = f"peer rank {world} gives {came} bytes, {outs[rank].numel()} are expected"
-                raise PeerLost(f"shm: the split sizes of all_to_all do not fit: {text}")
+        sizes = [part.numel() for part in parts]
+        head = 8 * self.size
+        cap, largest, start = (self.segment.layout.slot - head) // self.size, 1, 0
         outs[self.rank].copy_(parts[self.rank])
-        cap, largest = self.segment.layout.slot // self.size, max(max(row) for row in table)
-        for start in range(0, largest, cap):
+        while start < largest:
             yield self._begin()
             mine = self.slot(self.rank, torch.uint8)
+            self.segment.put_words(self.segment.layout.slot_at(self.rank, self.round & 1), sizes)
             for rank in self.segment.others:
-                piece = parts[rank][start : start + cap]
-                mine[rank * cap : rank * cap + piece.numel()].copy_(piece)
-            self._post(None)
+                if start < sizes[rank]:
+                    piece = parts[rank][start : start + cap]
+                    mine[head + rank * cap : head + rank * cap + piece.numel()].copy_(piece)
+            self._post(sign)
             yield EVERYONE, self.round
+            if start == 0:
+                self._check(sign, self.segment.others)
+                largest = self._largest(outs)
+            place = head + self.rank * cap
             for rank in self.segment.others:
-                piece = outs[rank][start : start + cap]
-                place = self.rank * cap
-                piece.copy_(self.slot(rank, torch.uint8)[place : place + piece.numel()])
+                if start < outs[rank].numel():
+                    piece = outs[rank][start : start + cap]
+                    piece.copy_(self.slot(rank, torch.uint8)[place : place + piece.numel()])
+            start, sign = start + cap, None
+
+    def _largest(self, outs: list[Tensor]) -> int:
+        """The most bytes that one rank has for one other; see that what comes is what this rank expects."""
+        largest = 0
+        for rank in range(self.size):
+            sizes = self.segment.get_words(self.segment.layout.slot_at(rank, self.round & 1), self.size)
+            largest = max(largest, *sizes)
+            if sizes[self.rank] != outs[rank].numel():
+                world = self.segment.words[at.GLOBAL + rank]
+                text = f"peer rank {world} gives {sizes[self.rank]} bytes, {outs[rank].numel()} are expected"
+                raise PeerLost(f"shm: the split sizes of all_to_all do not fit: {text}")
+        return largest

@@ -88,6 +88,15 @@ class Segment:
         self.words[self.me + at.PID] = os.getpid()
         self.words[self.me + at.STARTED] = at.process_start(os.getpid())
 
+    def put_words(self, offset: int, values: list[int]) -> None:
+        """Write words at an offset in bytes."""
+        for index, value in enumerate(values, offset // 8):
+            self.words[index] = value
+
+    def get_words(self, offset: int, count: int) -> list[int]:
+        """Read words at an offset in bytes."""
+        return self.words[offset // 8 : offset // 8 + count].tolist()
+
     def ring_bell(self, other: int) -> None:
         """Wake one rank if it sleeps."""
         bell = self._bells[other]
