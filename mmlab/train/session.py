@@ -96,11 +96,20 @@ class Session:
         self.feed.agree(result.next_bad)
         self.watch.end_step()
         self.steering.step, self.steering.loss = number, result.loss
-        for position in sorted(batch.bad):
-            self.emit("bad_image", step=number, sample=batch.manifest.samples[position].key,
-                      reason="the image could not be decoded; its targets are masked")  # fmt: skip
+        if batch.bad:
+            self._name_bad(number, [batch.manifest.samples[position].key for position in sorted(batch.bad)])
         self._emit_step(result, time.perf_counter() - began, batch.manifest.tokens, batch.manifest.tiles)
         self._after_step(result)
+
+    def _name_bad(self, number: int, keys: list[str]) -> None:
+        """Events for the undecodable images of a step; why is known to the rank that tried. All ranks together."""
+        known = self.source.bad_reasons
+        reasons: dict[str, str] = {}
+        for found in self.channel.gather({key: known[key] for key in keys if key in known}):
+            reasons |= found
+        for key in keys:
+            reason = f"{reasons.get(key, 'it could not be decoded')}; its targets are masked"
+            self.emit("bad_image", step=number, sample=key, reason=reason)
 
     def _emit_step(self, result: StepResult, seconds: float, tokens: int, images: int) -> None:
         data = self.watch_phase(result, "data")

@@ -287,6 +287,7 @@ def test_undecodable_images_are_masked_and_named_and_too_many_stop_the_run(pool,
     assert run.join() == ["finished"] * 3
     named = {e["sample"] for e in run.events("bad_image")}
     assert {name.rsplit("/", 1)[1] for name in named} == {"s00000", "s00001"}
+    assert all("UnidentifiedImageError" in e["reason"] for e in run.events("bad_image"))
     many = write_set(tmp_path / "many", 80, 0.0, broken=30)
     stopped = LiveRun(pool, make_plan(many, "train.steps=30"), tmp_path / "stopped")
     assert stopped.join() == ["failed"] * 3
