@@ -17,6 +17,7 @@ from typing import Any, Literal, overload
 
 from mmlab.cluster import registry
 from mmlab.cluster.client import LabView, check_profile
+from mmlab.cluster.export import export
 from mmlab.cluster.registry import LabPaths
 from mmlab.errors import LabError, MmlabError, PlanError
 from mmlab.messages import new_command, read_json, send, write_json
@@ -95,6 +96,11 @@ class Run:
     def checkpoints(self) -> list[dict[str, Any]]:
         """Complete checkpoints by step: "name", "step", "lineage", "time", "loss", "bytes", "path"."""
         return self._record.checkpoints()
+
+    def export(self, folder: str | Path, step: int | None = None, name: str = "") -> list[Path]:
+        """Write a checkpoint's weights as Hugging Face classes read them; the files. CheckpointError where it fails."""
+        found = self._record.find_checkpoint(step, name)
+        return export(self._record.paths.checkpoints, Path(folder).absolute(), name=found["name"])
 
     @overload
     def log(self, rank: int, follow: Literal[False] = False, lines: int | None = None) -> str: ...

@@ -1,14 +1,16 @@
-"""A run's weights as Hugging Face classes read them."""
+"""A run's weights as Hugging Face classes read them. `mmlab.cluster.export` starts this module as a process."""
 
 from __future__ import annotations
 
+import json
+import sys
 from pathlib import Path
 
 import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from mmlab.errors import CheckpointError
+from mmlab.errors import CheckpointError, MmlabError
 from mmlab.models.weights import export_weights
 from mmlab.plan import Plan
 from mmlab.train.checkpoint import find, quiet, read_manifest
@@ -34,3 +36,19 @@ def export_checkpoint(checkpoints: Path, folder: Path, step: int | None = None, 
     except (dcp.CheckpointException, OSError, EOFError) as error:
         raise CheckpointError(f"checkpoint {source.name} cannot be read: {error}") from None
     return export_weights(folder, plan, values)
+
+
+def main(arguments: list[str]) -> int:
+    """Arguments of `export_checkpoint` as one JSON object; prints the files as JSON. 1 and a sentence when it fails."""
+    given = json.loads(arguments[0])
+    try:
+        files = export_checkpoint(Path(given["checkpoints"]), Path(given["folder"]), given["step"], given["name"])
+    except (MmlabError, OSError) as error:
+        print(error, file=sys.stderr)
+        return 1
+    print(json.dumps([str(file) for file in files]))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

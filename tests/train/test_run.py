@@ -9,10 +9,10 @@ import torch
 from conftest import write_set  # tests/train/conftest.py
 from live import LiveRun
 
-from mmlab.messages import new_command, read_beacons, read_failures, send
+from mmlab import CheckpointError, Run
+from mmlab.messages import new_command, read_beacons, read_failures, send, write_json
 from mmlab.plan import Plan
 from mmlab.train.evaluate import swap_images
-from mmlab.train.export import export_checkpoint
 
 
 def make_plan(data, *changes, preset="laptop"):
@@ -337,7 +337,10 @@ def test_weights_leave_and_come_in_by_module(pool, shards, tmp_path):
     plan = make_plan(shards, data, "parallel.tp=2", "parallel.pp=1", "checkpoint.at_end=true", "train.steps=4")
     run = LiveRun(pool, plan, tmp_path / "run")
     run.join()
-    files = export_checkpoint(run.paths.checkpoints, tmp_path / "hf")
+    write_json(run.paths.run, {"id": "run"})
+    with pytest.raises(CheckpointError, match="it has: step-000004"):
+        Run(run.paths.root).export(tmp_path / "hf", step=3)
+    files = Run(run.paths.root).export(tmp_path / "hf", step=4)
     assert {f"{f.parent.name}/{f.name}" for f in files} >= {"vision/model.safetensors", "language/model.safetensors"}
     changes = {f"train.{m}.init_from": str(tmp_path / "hf" / m) for m in ("vision", "projector", "language")}
     still = {f"train.{m}.lr": 0.0 for m in ("vision", "projector", "language")}
