@@ -111,8 +111,9 @@ class Keeper:
                 run.emit("state", state="stopped", reason="stopped before it started")
             except Exception as error:
                 self.log.exception("launch of %s", run.paths.root)
-                text = str(error) if isinstance(error, MmlabError) else f"{type(error).__name__}: {error}"
-                run.emit("state", state="failed", reason=text)
+                known = isinstance(error, MmlabError)
+                text = str(error) if known else f"{type(error).__name__}: {error}"
+                run.emit("state", state="failed", reason=text, cause="input" if known else "exception")
             run.read()
 
     def _idle(self) -> bool:

@@ -229,7 +229,7 @@ def watch(run: ActiveRun, engines: Engines) -> None:
     if claim_report(run.paths.failures, run.generation) or time.monotonic() - run.noticed > 3 * SURVIVORS:
         where = {"rank": first.rank, "role": first.role, "phase": first.phase, "log": str(run.paths.log(first.rank))}
         run.step = first.step
-        run.emit("state", state="failed", reason=first.sentence(), **where)
+        run.emit("state", state="failed", reason=first.sentence(), cause=first.kind, **where)
         run.state = "failed"
 
 

@@ -8,7 +8,7 @@ Kinds and what they carry beside `t` (seconds since the epoch), `kind`, `lineage
 - `step`: loss, tokens, images, samples, seconds, tokens_per_s, images_per_s, data_wait, lr {module: x}, grad_norm
   {module: x}, grad_norm_total, phases [[seconds of each phase in `messages.PHASES`] for each rank] with telemetry on
 - `command`: id, verb, args, ok, ranks, message
-- `checkpoint`: name, path, seconds, bytes; `restore`: name, from_step
+- `checkpoint`: name, path, seconds, bytes; `restore`: name, from_step, values {live key: as saved}
 - `eval`: loss, loss_swapped (null without images), tokens; `samples`: folder, items [{image, truth, text, prompt}]
 - `bad_image`: sample, reason; `warning`: message
 """

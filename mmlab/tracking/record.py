@@ -134,8 +134,8 @@ class RunRecord:
         """The kind of the first failure of this generation (`messages.Failure`): "input" when the user's plan or data
         is at fault; empty when nothing failed or nobody could say why."""
         failures = self.failures()
-        said = next((e["cause"] for e in reversed(self.events()) if e["kind"] == "state" and "cause" in e), "")
-        return failures[0].kind if failures else said
+        last = next((event for event in reversed(self.events()) if event["kind"] == "state"), {})
+        return failures[0].kind if failures else str(last.get("cause", ""))
 
     def stopping(self) -> bool:
         """Whether a stop was sent and has not been carried out yet, or only just."""

@@ -251,11 +251,12 @@ class Session:
         with self.watch.timed("checkpoint"):
             manifest = checkpoint.load(self.plan, self.mesh, self.built, self.paths.checkpoints / name)
         saved = Plan.loads(manifest["plan"], f"checkpoint {name}")
-        self.plan = set_live(self.plan, {key: get(saved, key) for key in live_keys() if key != "train.steps"})
+        values = {key: get(saved, key) for key in live_keys() if key != "train.steps"}
+        self.plan = set_live(self.plan, values)
         self.steering.step, self.steering.loss = manifest["step"], manifest["loss"]
         self.begin_lineage(manifest["lineage"], manifest["step"])
         self.feed.reset(Cursors.from_json(manifest["cursors"]), manifest["step"])
-        self.emit("restore", step=manifest["step"], name=name, from_step=manifest["step"])
+        self.emit("restore", step=manifest["step"], name=name, from_step=manifest["step"], values=values)
         return f"restored {name} (step {manifest['step']})"
 
     def save_if_due(self) -> None:

@@ -215,8 +215,8 @@ def _fail(job: Job, paths: RunPaths, watch: Watch, sockets: SocketLedger, error:
         if claim_report(paths.failures, job.generation):
             log = EventLog(paths.events, _lineage(paths))
             log.emit(
-                "state", step=first.step, state="failed", reason=first.sentence(), rank=first.rank, role=first.role,
-                phase=first.phase, log=str(paths.log(first.rank)),
+                "state", step=first.step, state="failed", reason=first.sentence(), cause=first.kind, rank=first.rank,
+                role=first.role, phase=first.phase, log=str(paths.log(first.rank)),
             )  # fmt: skip
             log.close()
 
