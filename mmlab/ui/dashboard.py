@@ -6,6 +6,7 @@ and dashboard never wait for one another.
 
 from __future__ import annotations
 
+import contextvars
 import threading
 import time
 from collections.abc import Mapping
@@ -57,7 +58,11 @@ class Dashboard:
         self._lock = threading.Lock()
         self.board.on_msg(self._heard)
         self._look()
-        self._thread = threading.Thread(target=self._work, name="mmlab dashboard", daemon=True)
+        # In the context of the cell: ipykernel 7.4 routes what views send to the subshell of the request that the
+        # kernel's last message to them names as its parent. Without a context that is whatever request came last,
+        # after a page reload one of a deleted subshell, and then every button is dead.
+        work = contextvars.copy_context().run
+        self._thread = threading.Thread(target=work, args=(self._work,), name="mmlab dashboard", daemon=True)
         self._thread.start()
 
     @property

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextvars import ContextVar
 from typing import Any
 
 import pytest
@@ -99,6 +100,19 @@ def test_a_reloaded_page_gets_the_history_again(shown: Dashboard, screen: Screen
     say(shown, kind="hello")
     until(lambda: len(screen.messages) > before)
     assert screen.messages[before]["kind"] == "history"
+
+
+def test_messages_belong_to_the_cell_that_made_the_dashboard(
+    started: SyntheticRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parent: ContextVar[str] = ContextVar("parent")
+    parent.set("the cell")
+    seen: list[str] = []
+    monkeypatch.setattr(Board, "send", lambda *_, **__: seen.append(parent.get()))
+    dashboard = Dashboard(InboxRun(started.dir), started.dir, period=0.02)
+    until(lambda: seen)
+    dashboard.close()
+    assert seen[0] == "the cell"
 
 
 def test_a_restore_sends_the_history(shown: Dashboard, screen: Screen, started: SyntheticRun) -> None:

@@ -2,6 +2,7 @@
 const HERE_EVERY = 10_000; // ms between signs of life to the kernel, which slows down without them
 const BUSY_AFTER = 2_000; // ms after which an unheard command means that the kernel runs a cell
 const REFOCUS = 5_000; // ms after a button was pressed in which a renewed view focuses it again
+const ASK_AGAIN = 1_000; // ms until a history that has not come is asked for again; doubles each time
 const MOST_POINTS = 9_000; // points of a curve beyond which the view asks for the decimated history again
 const SMOOTH = 40; // the smoothed loss is the mean over two of so many shares of the points around each (no lag)
 
@@ -87,11 +88,16 @@ class Store {
     this.ask();
   }
 
-  dispose() { this.model.off("msg:custom", this.onMessage); }
+  dispose() { this.model.off("msg:custom", this.onMessage); clearTimeout(this.again); }
 
   send(message) { this.model.send(message); }
 
-  ask() { this.seq = null; this.send({ kind: "hello" }); }
+  ask(wait = ASK_AGAIN) { // a page that is just reconnecting loses messages, so ask until the history is here
+    this.seq = null;
+    this.send({ kind: "hello" });
+    clearTimeout(this.again);
+    this.again = setTimeout(() => { if (this.seq === null) this.ask(Math.min(2 * wait, 60_000)); }, wait);
+  }
 
   receive(message, buffers) {
     const history = message.kind === "history";
