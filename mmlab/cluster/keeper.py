@@ -6,6 +6,7 @@ controller, and runs live on when they end.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
@@ -67,8 +68,9 @@ class Keeper:
                     self._obey(request)
                 self.engines.look()
                 for run in self.runs:
-                    if not run.ended:
-                        watch(run, self.engines)
+                    with contextlib.suppress(OSError):  # a full disk under a run: the lab goes on, and looks again
+                        if not run.ended:
+                            watch(run, self.engines)
                 self._write(self._state())
                 self._check_end()
                 self.closing.wait(TICK)

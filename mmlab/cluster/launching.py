@@ -13,6 +13,7 @@ from mmlab.cluster.engines import ANSWER, EngineInfo, Engines
 from mmlab.cluster.registry import this_process
 from mmlab.errors import LabError
 from mmlab.messages import (
+    ENDED,
     LEFT_UNSAID,
     Ack,
     EventLog,
@@ -29,8 +30,6 @@ from mmlab.messages import (
     write_json,
 )
 
-ENDED = ("failed", "finished", "stopped")
-"""States in which a run no longer computes."""
 SURVIVORS = 1.0
 """Seconds that a surviving rank has to report a failure before the keeper does."""
 IMPORTS = 180.0

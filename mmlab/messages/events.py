@@ -24,6 +24,8 @@ from pathlib import Path
 from typing import Any
 
 Event = dict[str, Any]
+ENDED = ("failed", "finished", "stopped")
+"""States in which a run no longer computes."""
 
 
 class EventLog:

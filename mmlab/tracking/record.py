@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from mmlab.errors import CheckpointError, MmlabError
 from mmlab.messages.beacon import LEFT_UNSAID, BeaconState, all_left, read_beacons
-from mmlab.messages.events import Event, planned_steps, read_events
+from mmlab.messages.events import ENDED, Event, planned_steps, read_events
 from mmlab.messages.failures import Failure, read_failures
 from mmlab.messages.files import RunPaths, process_alive, read_json
 from mmlab.messages.runs import runs_root
@@ -23,8 +23,6 @@ from mmlab.messages.runs import runs_root
 if TYPE_CHECKING:
     from mmlab.plan import Plan
 
-ENDED = ("failed", "finished", "stopped")
-"""States in which a run no longer computes."""
 LIVE = ("starting", "running", "paused")
 """States in which its ranks should be alive."""
 SETTLE = 1.2
