@@ -378,12 +378,13 @@ class Lab:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         """Stop what is unfinished, then close."""
-        run = self.run
-        with contextlib.suppress(MmlabError):  # it has ended
-            if run is not None:
-                run.stop()
-                run.wait(timeout=STOP, progress=False)
-        self.close()
+        try:
+            with contextlib.suppress(MmlabError):  # it has ended
+                if self.run is not None:
+                    self.run.stop()
+                    self.run.wait(timeout=STOP, progress=False)
+        finally:  # an impatient Ctrl-C too leaves nothing behind
+            self.close()
 
     def __repr__(self) -> str:
         status = self.status()
