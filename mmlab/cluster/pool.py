@@ -32,11 +32,15 @@ START_TIMEOUT = 120.0
 
 
 class RankError(RunFailed):
-    """One or more ranks of a pool raised, or ended. `tracebacks`: {rank: text}, the first to fail first."""
+    """One or more ranks of a pool raised, or ended. `tracebacks`: {rank: text}, the first to fail first.
 
-    def __init__(self, message: str, tracebacks: dict[int, str]) -> None:
+    `said`: the sentence of the first of our own errors that puts the user's input at fault; empty when there is none.
+    """
+
+    def __init__(self, message: str, tracebacks: dict[int, str], said: str = "") -> None:
         super().__init__(message + "".join(f"\n--- rank {rank} ---\n{text}" for rank, text in tracebacks.items()))
         self.tracebacks = tracebacks
+        self.said = said
 
 
 class RankTimeout(RankError):
@@ -78,6 +82,7 @@ class _Rank:
             return "error", (
                 0.0,
                 f"the process ended ({how})\n{self.output()}{self.stacks.read_text(errors='replace')}",
+                "",
             )
         return kind, value
 
@@ -173,7 +178,7 @@ class RankPool:
         end = time.monotonic() + timeout
         waiting: dict[Any, _Rank] = {member.connection: member for member in members}
         replies: dict[int, Any] = {}
-        errors: list[tuple[float, int, str]] = []
+        errors: list[tuple[float, int, str, str]] = []
         while waiting:
             ready = wait(list(waiting), max(0.0, end - time.monotonic()))
             for connection in ready:
@@ -182,15 +187,16 @@ class RankPool:
                 if kind == "error":
                     if not errors:
                         end = min(end, time.monotonic() + GRACE)
-                    errors.append((value[0], member.rank, value[1]))
+                    errors.append((value[0], member.rank, *value[1:]))
                 else:
                     replies[member.rank] = value
             if not ready:
                 break
         if errors:
             # by when each was raised: the others report a broken connection, and may be faster to do so
-            texts = {rank: text for _, rank, text in sorted(errors)}
-            raise RankError(f"rank {next(iter(texts))} of {len(members)} failed", texts)
+            texts = {rank: text for _, rank, text, _ in sorted(errors)}
+            said = next((said for *_, said in sorted(errors) if said), "")
+            raise RankError(f"rank {next(iter(texts))} of {len(members)} failed", texts, said)
         if waiting:
             names = ", ".join(str(member.rank) for member in waiting.values())
             stacks = {member.rank: member.dump() for member in members}

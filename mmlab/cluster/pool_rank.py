@@ -14,6 +14,8 @@ import traceback
 from multiprocessing.connection import Connection
 from typing import Any
 
+from mmlab.errors import MmlabError
+
 
 def _end_with_parent(parent: int) -> None:
     """End this process when its parent is gone, also while it hangs in a collective."""
@@ -35,15 +37,16 @@ def _resolve(name: str, path: list[str]) -> Any:
 
 
 def _call(rank: int, request: dict[str, Any]) -> tuple[str, Any]:
-    """Run one function; its result, or (when it was raised, its traceback as text)."""
+    """Run one function; its result, or (when it was raised, its traceback, what the input is at fault for)."""
     import torch.distributed as dist
 
     try:
         function = _resolve(request["function"], request["path"])
         place = (rank, request["world"], request["host"], request["port"])
         return "result", pickle.dumps(function(*place, *request["args"], **request["kwargs"]))
-    except BaseException:  # SystemExit too: the parent must hear of every end
-        return "error", (time.monotonic(), traceback.format_exc())
+    except BaseException as error:  # SystemExit too: the parent must hear of every end
+        said = str(error) if isinstance(error, MmlabError) and error.exit_code == 1 else ""
+        return "error", (time.monotonic(), traceback.format_exc(), said)
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()

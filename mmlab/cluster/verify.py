@@ -8,7 +8,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from mmlab.cluster.pool import RankPool
+from mmlab.cluster.pool import RankError, RankPool
+from mmlab.errors import MmlabError
 from mmlab.plan import Plan, check_platform
 from mmlab.plan.schema import MODULES
 
@@ -36,7 +37,8 @@ def verify(
 
     Float64 for `steps` optimizer steps, then step 1 in the plan's own precision. `pool` reuses warm ranks. Returns
     max_rel_loss, max_rel_grad, max_rel_param, worst (names), own_precision, ok, losses, world_size, plan, seconds.
-    PlanError when the plan has problems; RankError when a rank fails.
+    PlanError when the plan has problems; MmlabError with what is wrong with its data or weights; RankError when a rank
+    fails otherwise.
     """
     check_platform()
     plan.check().raise_if_any()
@@ -47,6 +49,10 @@ def verify(
     try:
         with tempfile.TemporaryDirectory(prefix="mmlab-verify-") as folder:
             found = _verify(plan, steps, say, own, Path(folder))
+    except RankError as error:
+        if error.said:
+            raise MmlabError(error.said) from None
+        raise
     finally:
         if pool is None:
             own.close()

@@ -3,6 +3,7 @@
 import pytest
 
 from mmlab.cluster.verify import in_precision, verify
+from mmlab.errors import MmlabError
 from mmlab.plan import Plan
 
 PLANS = {
@@ -73,3 +74,11 @@ def test_another_learning_rate_on_one_side_is_found(pool, shards, tmp_path):
     assert found["param"] > 1e-6
     assert found["grad"] > 1e-9
     assert found["grad_at"].endswith("step 2")
+
+
+def test_what_the_input_is_at_fault_for_is_one_sentence(pool, tmp_path):
+    plan = Plan.load("laptop").with_({"data.path": str(tmp_path / "nowhere")})
+    with pytest.raises(MmlabError, match="nowhere") as caught:
+        verify(plan, pool=pool)
+    assert caught.value.exit_code == 1
+    assert "Traceback" not in str(caught.value)
