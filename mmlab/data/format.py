@@ -56,7 +56,7 @@ def parse_json(raw: bytes, images: int, where: str) -> tuple[list[Turn], bool] |
     """
     try:
         value = json.loads(raw)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise DataError(f"{where}: its json cannot be read ({error}). Correct the file.") from None
     if isinstance(value, str):
         return parse_caption(value, images, where), False

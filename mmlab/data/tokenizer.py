@@ -68,8 +68,13 @@ class TextTokenizer:
         return max(self._tokenizer.get_vocab(with_added_tokens=True).values()) + 1
 
     def encode(self, text: str) -> list[int]:
-        """Tokens of a text, without any begin or end token."""
-        return list(self._tokenizer.encode(text, add_special_tokens=False).ids) if text else []
+        """Tokens of a text, without any begin or end token. DataError where the tokenizer has none for it."""
+        try:
+            return list(self._tokenizer.encode(text, add_special_tokens=False).ids) if text else []
+        except Exception as error:  # the library raises plain Exception, such as for an unknown word without an [UNK]
+            raise DataError(
+                f"Tokenizer {self.path}: cannot encode {text[:40]!r} ({error}). Set data.tokenizer."
+            ) from None
 
     def decode(self, ids: Iterable[int]) -> str:
         """The text of tokens; special tokens are left out."""

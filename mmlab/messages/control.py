@@ -6,6 +6,7 @@ them at the same step boundary, and rank 0 writes one ack for all.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
 import time
@@ -19,6 +20,8 @@ from mmlab.messages.files import read_json, write_json
 Verb = Literal["pause", "resume", "step", "set", "checkpoint", "restore", "stop"]
 VERBS: tuple[str, ...] = get_args(Verb)
 _sequence = itertools.count()
+MOST = 1 << 20
+"""Bytes that a command may have."""
 
 
 @dataclass(frozen=True)
@@ -75,6 +78,20 @@ def wait_ack(control: Path, command_id: str, timeout: float) -> Ack | None:
     return ack
 
 
+def read_command(path: Path) -> Command | None:
+    """The command in a file; None where it holds none. Reads plain files of at most MOST bytes only: a pipe would
+    never come to its end."""
+    try:
+        known = path.is_file() and path.stat().st_size <= MOST
+        found = read_json(path) if known else None
+        command = Command(**found) if isinstance(found, dict) else None
+    except (OSError, TypeError):
+        return None
+    if command is None or command.verb not in VERBS or command.id != path.stem:
+        return None
+    return command if isinstance(command.args, dict) and isinstance(command.time, int | float) else None
+
+
 class Inbox:
     """Rank 0's side of the control folder."""
 
@@ -85,21 +102,22 @@ class Inbox:
         """Commands that wait, oldest first. A file that is not a command is answered with a refusal and removed."""
         commands = []
         for path in sorted(self.control.glob("*.json")):
-            found = read_json(path)
-            try:
-                command = Command(**found) if isinstance(found, dict) else None
-            except TypeError:
-                command = None
-            if (
-                command is None
-                or command.verb not in VERBS
-                or command.id != path.stem
-                or not isinstance(command.args, dict)
-            ):
-                self.answer(Ack(path.stem, False, -1, [], f"not a command: {path.name}", time.time()))
-                continue
-            commands.append(command)
+            command = read_command(path)
+            if command is None:
+                self._refuse(path)
+            else:
+                commands.append(command)
         return commands
+
+    def _refuse(self, path: Path) -> None:
+        """Answer what is not a command, and take it out of the way. Whatever lies there, the run goes on."""
+        with contextlib.suppress(OSError):  # its name may leave no room for an answer's, or it may be a folder
+            self.answer(Ack(path.stem, False, -1, [], f"not a command: {path.name}", time.time()))
+        with contextlib.suppress(OSError):
+            if path.is_dir() and not path.is_symlink():
+                path.rename(path.with_name(f"{path.stem[:100]}.refused-{time.time_ns()}"))
+            else:
+                path.unlink(missing_ok=True)
 
     def answer(self, ack: Ack) -> None:
         """Write the ack, then remove the command."""

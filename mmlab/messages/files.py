@@ -112,7 +112,7 @@ def read_json(path: Path) -> Any | None:
     """The JSON of a file; None where it does not exist or is not JSON."""
     try:
         return json.loads(path.read_bytes())
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):  # the last: nested without end
         return None
 
 

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from mmlab.errors import CheckpointError, MmlabError
 from mmlab.messages.beacon import LEFT_UNSAID, BeaconState, all_left, read_beacons
+from mmlab.messages.control import read_command
 from mmlab.messages.events import ENDED, Event, planned_steps, read_events
 from mmlab.messages.failures import Failure, read_failures
 from mmlab.messages.files import RunPaths, process_alive, read_json
@@ -137,8 +138,8 @@ class RunRecord:
 
     def stopping(self) -> bool:
         """Whether a stop was sent and has not been carried out yet, or only just."""
-        waiting = [read_json(path) or {} for path in self.paths.control.glob("*.json")]
-        if any(command.get("verb") == "stop" for command in waiting):
+        waiting = [read_command(path) for path in self.paths.control.glob("*.json")]
+        if any(command is not None and command.verb == "stop" for command in waiting):
             return True
         last = next((e for e in reversed(self.events()) if e["kind"] in ("command", "state")), {"kind": "state"})
         return last["kind"] == "command" and last["verb"] == "stop" and bool(last["ok"])
@@ -199,8 +200,8 @@ class RunRecord:
         found = []
         for path in self.paths.checkpoints.glob("*/manifest.json"):
             manifest = read_json(path)
-            if not isinstance(manifest, dict):
-                continue
+            if not isinstance(manifest, dict) or not manifest.keys() >= {"name", "step", "time"}:
+                continue  # damaged
             row = {key: manifest.get(key) for key in ("name", "step", "lineage", "time", "loss", "world_size")}
             row["bytes"] = sum(file["size"] for file in manifest.get("files", {}).values())
             found.append(row | {"path": str(path.parent)})

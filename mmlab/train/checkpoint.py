@@ -166,12 +166,20 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     return dict(manifest)
 
 
+def _manifests(checkpoints: Path) -> list[tuple[Path, dict[str, Any]]]:
+    """Folders of complete checkpoints with their manifests; a manifest that is damaged is passed over."""
+    found = [(path.parent, read_json(path)) for path in checkpoints.glob(f"*/{MANIFEST}")]
+    return [
+        (folder, m) for folder, m in found if isinstance(m, dict) and m.keys() >= {"step", "time", "lineage", "files"}
+    ]
+
+
 def find(checkpoints: Path, step: int | None = None, name: str = "", lineage: str = "") -> Path:
     """The checkpoint with a name, else the newest of a step (of a lineage if it has one), else the newest.
 
     CheckpointError lists what there is when nothing fits.
     """
-    found = [(p.parent, m) for p in checkpoints.glob(f"*/{MANIFEST}") if (m := read_json(p))]
+    found = _manifests(checkpoints)
     fits = [(p, m) for p, m in found if (not name or p.name == name) and (step is None or m["step"] == step)]
     fits = [(p, m) for p, m in fits if m["lineage"] == lineage] or fits
     if not fits:
@@ -242,8 +250,7 @@ def prune(checkpoints: Path, keep_last: int) -> list[str]:
     """Remove periodic checkpoints beyond the newest `keep_last` (0 keeps all); returns the names removed."""
     if keep_last == 0:
         return []
-    manifests = [(p.parent, m) for p in checkpoints.glob(f"*/{MANIFEST}") if (m := read_json(p))]
-    found = [(m["time"], folder) for folder, m in manifests if m.get("periodic")]
+    found = [(m["time"], folder) for folder, m in _manifests(checkpoints) if m.get("periodic")]
     old = [folder for _, folder in sorted(found)[:-keep_last]]
     for folder in old:
         with contextlib.suppress(OSError):  # what cannot be removed is no reason to end a run

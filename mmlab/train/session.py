@@ -15,13 +15,16 @@ from mmlab.messages import PHASES, Ack, Command, EventLog, RunPaths, planned_ste
 from mmlab.parallel.mesh import Mesh
 from mmlab.parallel.watch import Watch
 from mmlab.plan import Plan, live_keys, set_live
-from mmlab.plan.keys import get
+from mmlab.plan.keys import flatten, get
 from mmlab.train import checkpoint
 from mmlab.train.build import Built
 from mmlab.train.control import Boundary, Channel, Listener
 from mmlab.train.evaluate import Evaluator
 from mmlab.train.feed import Feed
 from mmlab.train.step import HybridStep, Ride, StepResult
+
+LONGEST_NAME = 200
+"""Bytes of a checkpoint's name: file systems admit 255, and a save under way has a longer one."""
 
 
 @dataclass
@@ -194,6 +197,7 @@ class Session:
         values = args.get("values")
         if not isinstance(values, dict) or not values:
             raise PlanError('set takes values by dotted key, such as {"train.language.lr": 1e-4}')
+        args["values"] = values = dict(flatten(values))  # who reads the log looks for dotted keys
         self.plan = set_live(self.plan, values)
         return ", ".join(f"{key} = {get(self.plan, key)}" for key in values)
 
@@ -202,7 +206,10 @@ class Session:
         return "stopped"
 
     def _checkpoint(self, args: dict[str, Any]) -> str:
-        return self.save(str(args.get("name") or ""), periodic=False)
+        name = args.get("name") or ""
+        if not isinstance(name, str):
+            raise PlanError(f"checkpoint takes a name, not {name!r}")
+        return self.save(name, periodic=False)
 
     def _restore(self, args: dict[str, Any]) -> str:
         step = args.get("step")
@@ -216,8 +223,10 @@ class Session:
         A periodic one is not saved where there is one of this step already: it would take the place of one made on
         command, which is kept for good.
         """
-        if name and (name != name.strip(". ") or any(c in name for c in "/\\\0")):
+        if name and (name != name.strip(". ") or not name.isprintable() or any(c in name for c in "/\\")):
             raise CheckpointError(f"{name!r} is not a name for a checkpoint: letters, digits, - _ . only")
+        if len(name.encode()) > LONGEST_NAME:
+            raise CheckpointError(f"a checkpoint's name has at most {LONGEST_NAME} bytes, not {len(name.encode())}")
         step = self.steering.step
         if periodic and self._saved == (self.lineage, step):
             return "saved before"

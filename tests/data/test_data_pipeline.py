@@ -254,6 +254,14 @@ def test_a_broken_tokenizer_is_named(tmp_path, content):
         TextTokenizer(tmp_path / "tokenizer.json")
 
 
+def test_a_tokenizer_that_has_no_token_for_a_word_is_named(tmp_path):
+    from tokenizers import Tokenizer, models
+
+    Tokenizer(models.WordLevel({"red": 0}, unk_token="<unk>")).save(str(tmp_path / "tokenizer.json"))
+    with pytest.raises(DataError, match=r"tokenizer\.json: cannot encode 'blue'"):
+        TextTokenizer(tmp_path / "tokenizer.json").encode("blue")
+
+
 # -- what does not fit the plan
 
 

@@ -175,6 +175,7 @@ def test_other_broken_shards(tmp_path):
         ([("1.png", picture())], r'sample "1": no caption'),
         ([("1.png", picture()), ("1.json", b'{"width": 3}')], r'sample "1": no caption'),
         ([("1.png", picture()), ("1.json", b"{")], r'sample "1": its json cannot be read'),
+        ([("1.png", picture()), ("1.json", b"[" * 100_000)], r'sample "1": its json cannot be read'),
         ([("1.png", picture()), ("1.txt", b"\xff\xfe")], r'sample "1": its txt is not UTF-8'),
         ([("1.txt", b"  ")], r'sample "1": the text is empty'),
         ([("1.json", conversation_json(("<image> what?", "that")))], r"1 <image> marks but 0 pictures"),

@@ -265,3 +265,16 @@ def test_an_answer_is_not_waited_for_when_the_run_has_ended(paths, log):
     log.emit("state", state="failed", step=1, reason="")
     with pytest.raises(MmlabError, match="the run has ended"):
         Sent("pause", command.id, paths.control).wait(60.0)
+
+
+def test_garbage_in_the_inbox_and_damaged_manifests_are_passed_over(paths, log):
+    (paths.control / "list.json").write_text("[1]")
+    os.mkfifo(paths.control / "pipe.json")
+    for name, text in (("empty", "{}"), ("list", "[1]"), ("cut", '{"step": 1')):
+        (paths.checkpoints / name).mkdir()
+        (paths.checkpoints / name / "manifest.json").write_text(text)
+    (paths.checkpoints / "good").mkdir()
+    write_json(paths.checkpoints / "good" / "manifest.json", {"name": "good", "step": 3, "time": 1.0, "lineage": "a"})
+    record = RunRecord(paths.root)
+    assert not record.stopping()
+    assert [row["name"] for row in record.checkpoints()] == ["good"]

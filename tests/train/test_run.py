@@ -169,7 +169,11 @@ def test_live_checkpoint_and_restore(pool, shards, tmp_path):
     run.do("pause")
     made = run.do("checkpoint", name="before")
     assert made.ok
-    assert not run.do("checkpoint", name="../escape").ok
+    for name in ("../escape", "n" * 250, "\ud800", ["list"]):
+        assert not run.do("checkpoint", name=name).ok
+    (run.paths.checkpoints / "damaged").mkdir()
+    (run.paths.checkpoints / "damaged" / "manifest.json").write_text("{}")
+    assert not run.do("restore", step=12345).ok
     run.do("step", n=2)
     run.wait_for(
         lambda: run.events("state")[-1]["state"] == "paused" and run.events("step")[-1]["step"] == made.step + 2
