@@ -20,14 +20,14 @@ from mmlab.cluster.client import LabView, check_profile
 from mmlab.cluster.export import export
 from mmlab.cluster.registry import LabPaths
 from mmlab.errors import LabError, MmlabError, PlanError
-from mmlab.messages import new_command, read_json, send, write_json
+from mmlab.messages import new_command, read_json, send
 from mmlab.messages.runs import create_run, runs_root
 from mmlab.plan import Plan, check_platform, set_live
 from mmlab.plan.keys import flatten
 from mmlab.tracking.progress import current_shell, in_kernel, report_unseen
 from mmlab.tracking.record import ENDED, RunRecord, list_runs
 from mmlab.tracking.sent import Sent, WaitTimeout
-from mmlab.tracking.waiting import POLL, queue_again, reached, settle, wait_for
+from mmlab.tracking.waiting import POLL, next_generation, reached, wait_for
 
 WORKER = "mmlab.train.worker"
 """The module that trains (see `mmlab.cluster.engine`)."""
@@ -230,8 +230,8 @@ class Lab:
         those of the plan that is trained. LabError when it cannot be started.
         """
         check_platform()
-        if engines is not None and engines < 1:
-            raise LabError(f"a lab needs at least one engine, not {engines}")
+        if engines is not None and (not isinstance(engines, int) or isinstance(engines, bool) or engines < 1):
+            raise LabError(f"a lab needs at least one engine, a whole number, not {engines!r}")
         check_profile(profile)
         registry.clean_leftovers()
         outlive = in_kernel() if outlive is None else outlive
@@ -261,10 +261,15 @@ class Lab:
     def _of(cls, paths: LabPaths) -> Lab:
         lab = cls.__new__(cls)
         lab._open(paths)
-        runs = lab.info().get("runs", [])
+        runs = lab._folders()
         if runs:
             lab.run = Run(runs[-1], lab)
         return lab
+
+    def _folders(self) -> list[Path]:
+        """Folders of this lab's runs, oldest first; without those that were deleted."""
+        folders = [Path(folder) for folder in self.info().get("runs", [])]
+        return [folder for folder in folders if (folder / "run.json").is_file()]
 
     @classmethod
     def live(cls) -> list[Lab]:
@@ -318,7 +323,7 @@ class Lab:
     def _check_free(self, restarted: Path | None = None) -> None:
         if self.status()["state"] == "ended":
             raise LabError(f"lab {self.id} has ended; start another with mmlab.Lab()")
-        for run in [Run(folder) for folder in self.info().get("runs", []) if folder != str(restarted)]:
+        for run in [Run(folder) for folder in self._folders() if folder != restarted]:
             if not run._record.stopping() and run.status()["state"] not in ENDED:
                 raise LabError(
                     f"lab {self.id} is busy with run {run.id}; run.stop() and run.wait() first, or Lab() anew"
@@ -327,14 +332,9 @@ class Lab:
     def _launch(self, run: Run, restore: str | None) -> None:
         """Have the keeper start the next generation of a run."""
         self._check_free(run.dir)
-        settle(run._record)
         paths = run._record.paths
-        info = run._record.info
-        generation = int(info["generation"]) + 1
         lab = {"root": str(self._paths.root), "host": registry.this_process()["host"]}
-        write_json(paths.run, info | {"generation": generation, "lab": lab, "keeper": None, "engines": []})
-        if generation > 1:
-            queue_again(run._record)
+        generation = next_generation(run._record, lab)
         run._seen_failed = False
         self.run = run
         limits = {name: getattr(run.plan.cluster, name) for name in ("idle_timeout", "start_timeout")}
@@ -348,7 +348,7 @@ class Lab:
     def runs(self) -> list[Run]:
         """The runs of MMLAB_RUNS (else ./runs), newest first, and those of this lab that are elsewhere."""
         records = [record.paths.root for record in list_runs()]
-        return [Run(f, self) for f in dict.fromkeys([*records, *map(Path, self.info().get("runs", []))])]
+        return [Run(f, self) for f in dict.fromkeys([*records, *self._folders()])]
 
     @property
     def view(self) -> Any:

@@ -212,6 +212,8 @@ def stop_requested(run: ActiveRun) -> bool:
 def watch(run: ActiveRun, engines: Engines) -> None:
     """One look at a started run: take in its events, and write down the loss of an engine at once."""
     run.read()
+    if not run.paths.root.is_dir():
+        run.state = "stopped"  # deleted under its ranks: the next run takes their engines, or new ones in their place
     if run.ended or not run.engines:
         return
     for rank, engine in enumerate(run.engines):

@@ -6,6 +6,7 @@ under whichever cell ran last on that engine, and stay in the client's memory.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 import weakref
@@ -38,8 +39,9 @@ class RankLog:
         self._size = os.fstat(self._file).st_size
 
     def write(self, data: bytes) -> None:
-        """Append, rotating first when the file would grow beyond its limit."""
-        with self._lock:
+        """Append, rotating first when the file would grow beyond its limit. A full disk loses the text, nothing else:
+        who prints (a rank that is about to say that it failed, say) goes on."""
+        with self._lock, contextlib.suppress(OSError):
             if self._size and self._size + len(data) > self.max_bytes:
                 self._rotate()
             self._size += os.write(self._file, data)

@@ -7,8 +7,8 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from mmlab.errors import RunFailed
-from mmlab.messages import EventLog, claim_report
+from mmlab.errors import MmlabError, RunFailed
+from mmlab.messages import EventLog, claim_report, write_json
 from mmlab.tracking.progress import Bar, progress_bar
 from mmlab.tracking.record import ENDED, RunRecord
 from mmlab.tracking.sent import WaitInterrupted, WaitTimeout
@@ -92,3 +92,22 @@ def queue_again(record: RunRecord) -> None:
     log = EventLog(record.paths.events, status["lineage"])
     log.emit("state", state="queued", step=status["step"], reason="")
     log.close()
+
+
+def next_generation(record: RunRecord, lab: dict[str, Any]) -> int:
+    """Begin the next generation of a run in `run.json`, for a lab {"root", "host"}; its number.
+
+    MmlabError when the run's folder cannot be written: nothing is to be started then.
+    """
+    try:
+        settle(record)
+        info = record.info
+        generation = int(info["generation"]) + 1
+        write_json(record.paths.run, info | {"generation": generation, "lab": lab, "keeper": None, "engines": []})
+        if generation > 1:
+            queue_again(record)
+    except OSError as error:
+        raise MmlabError(
+            f"run {record.id} cannot start: {record.paths.root} cannot be written ({error.strerror})"
+        ) from None
+    return generation

@@ -201,7 +201,8 @@ def _fail(job: Job, paths: RunPaths, watch: Watch, sockets: SocketLedger, error:
     """Record the failure, free the other ranks, and see that the run's log says who failed first."""
     role = watch.role
     details = "".join(traceback.format_exception(error))
-    print(details, flush=True)  # into this rank's log
+    with contextlib.suppress(OSError):
+        print(details, flush=True)  # into this rank's log
     with contextlib.suppress(OSError):
         if not paths.log(job.rank).exists():  # torchrun: what ranks print goes to the terminal
             paths.log(job.rank).write_text(details)

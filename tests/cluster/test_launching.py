@@ -1,5 +1,6 @@
 """Choosing engines for a run, with engines that are only described."""
 
+import shutil
 from types import SimpleNamespace
 
 import pytest
@@ -135,3 +136,12 @@ def test_a_generation_that_has_ended_is_not_revived_by_the_next(run):
     watch(run, engines)
     assert run.state == "failed"
     assert run.paths.events.read_text() == before
+
+
+def test_a_run_whose_folder_was_deleted_is_over(run):
+    engines = Described(["a", "a"])
+    run.engines = engines.up()
+    run.state = "running"
+    shutil.rmtree(run.paths.root)
+    watch(run, engines)
+    assert run.ended

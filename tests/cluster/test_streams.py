@@ -93,3 +93,12 @@ def test_only_what_the_run_prints_goes_to_its_log(stream, tmp_path):
     assert (tmp_path / "rank-0.log").read_text() == "training\nfrom C++\n"
     assert "".join(session.sent) == "cell\nthread of a cell\nafter\n"
     log.close()
+
+
+def test_a_full_disk_loses_what_is_printed_and_nothing_else(tmp_path):
+    log = RankLog(tmp_path / "log")
+    full = os.open("/dev/full", os.O_WRONLY)
+    os.dup2(full, log._file)
+    os.close(full)
+    log.write(b"lost")
+    log.close()

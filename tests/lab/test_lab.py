@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import shutil
 import signal
 import subprocess
 import threading
@@ -86,8 +87,9 @@ def test_refused_input(free_lab, plan, monkeypatch, tmp_path):
     monkeypatch.undo()
     with pytest.raises(LabError, match="no ipyparallel profile 'nowhere'"):
         Lab(profile="nowhere")
-    with pytest.raises(LabError, match="at least one engine"):
-        Lab(engines=0)
+    for engines in (0, 2.5, "3", True):
+        with pytest.raises(LabError, match="at least one engine"):
+            Lab(engines=engines)
     with pytest.raises(MmlabError, match="no run elsewhere"):
         Run.open("elsewhere")
     run = running(free_lab.train(plan))
@@ -99,6 +101,20 @@ def test_refused_input(free_lab, plan, monkeypatch, tmp_path):
         free_lab.train(plan)
     with pytest.raises(MmlabError, match="at least 1"):
         run.step(0)
+
+
+def test_a_deleted_run_is_in_nobodys_way(free_lab, plan):
+    run = free_lab.train(plan)
+    running(run)
+    run.stop()
+    run.wait(timeout=30, progress=False)
+    shutil.rmtree(run.dir)
+    assert free_lab.id in [lab.id for lab in Lab.live()]
+    assert run.dir not in [known.dir for known in free_lab.runs()]
+    again = free_lab.train(plan)
+    running(again)
+    again.stop()
+    again.wait(timeout=30, progress=False)
 
 
 def test_waiting_can_end_early_and_the_run_goes_on(free_lab, plan):

@@ -278,3 +278,14 @@ def test_garbage_in_the_inbox_and_damaged_manifests_are_passed_over(paths, log):
     record = RunRecord(paths.root)
     assert not record.stopping()
     assert [row["name"] for row in record.checkpoints()] == ["good"]
+
+
+def test_a_run_whose_folder_cannot_be_written_does_not_start(paths, log):
+    from mmlab.tracking.waiting import next_generation
+
+    record = RunRecord(paths.root)
+    assert next_generation(record, {"root": "lab", "host": "here"}) == 1
+    paths.events.unlink()
+    paths.events.mkdir()
+    with pytest.raises(MmlabError, match="cannot be written"):
+        next_generation(record, {"root": "lab", "host": "here"})
