@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -12,13 +13,15 @@ from mmlab.errors import MmlabError
 if TYPE_CHECKING:
     from mmlab.tracking.sent import Sent
 
+CheckpointStep = Annotated[int | None, typer.Option("--step", help="The step of the checkpoint; default: the newest.")]
+CheckpointName = Annotated[str, typer.Option("--name", help="The name of the checkpoint.")]
 ACK_TIMEOUT = 60.0
 """Seconds to wait for the step boundary that applies a command."""
 
 
 def register(app: typer.Typer) -> None:
     """Add the commands about runs."""
-    for command in (list_all, show, pause, resume, step, set_, checkpoint, restore, stop):
+    for command in (list_all, show, pause, resume, step, set_, checkpoint, restore, export, stop):
         name = {"list_all": "runs", "set_": "set"}.get(command.__name__, command.__name__)
         app.command(name, rich_help_panel="Runs")(command)
 
@@ -89,16 +92,28 @@ def checkpoint(
 
 def restore(
     run: RunArgument,
-    step: Annotated[int | None, typer.Option(help="The step of the checkpoint; default: the newest.")] = None,
+    step: CheckpointStep = None,
+    name: CheckpointName = "",
 ) -> None:
     """Go back to a checkpoint; a run that has ended is started again from it, in the lab that made it."""
     from mmlab.tracking.sent import Sent
 
-    sent = open_run(run).restore(step=step)
+    sent = open_run(run).restore(step=step, name=name)
     if isinstance(sent, Sent):
         _print_ack(sent)
     else:
         console().print(f"restore: run {sent.id} starts again")
+
+
+def export(
+    run: RunArgument,
+    folder: Annotated[Path, typer.Argument(help="Where to write vision/, projector/ and language/.")],
+    step: CheckpointStep = None,
+    name: CheckpointName = "",
+) -> None:
+    """Write a checkpoint's weights as safetensors that Hugging Face classes read."""
+    for file in open_run(run).export(folder, step=step, name=name):
+        console().print(str(file), soft_wrap=True)
 
 
 def stop(run: RunArgument) -> None:

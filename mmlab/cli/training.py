@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -12,7 +12,7 @@ import typer
 
 from mmlab.cli.progress import follow_run
 from mmlab.cli.shared import JsonOption, Overrides, PlanArgument, check_writable, console, load_plan, write_results
-from mmlab.errors import RunFailed
+from mmlab.errors import MmlabError, RunFailed
 
 if TYPE_CHECKING:
     from mmlab.lab import Run
@@ -122,8 +122,9 @@ def _stops_on_interrupt(run: Run) -> Iterator[None]:
         yield
     except KeyboardInterrupt:
         console(stderr=True).print("stopping the run after its step (Ctrl-C again: end at once)")
-        run.stop()
-        run.wait(timeout=STOP_TIMEOUT)
+        with suppress(MmlabError):  # a run that failed or does not stop in time is ended with its lab
+            run.stop()
+            run.wait(timeout=STOP_TIMEOUT)
         raise
 
 

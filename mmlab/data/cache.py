@@ -32,8 +32,12 @@ def exclusive(what: Path) -> Iterator[None]:
     hosts are not held off: whatever is made must appear by an atomic rename.
     """
     folder = Path(tempfile.gettempdir()) / f"mmlab-locks-{os.getuid()}"
-    folder.mkdir(mode=0o700, exist_ok=True)
-    with open(folder / f"{short_hash(str(what.absolute()))}.lock", "w") as file:
+    try:
+        folder.mkdir(mode=0o700, exist_ok=True)
+        lock = open(folder / f"{short_hash(str(what.absolute()))}.lock", "w")  # noqa: SIM115
+    except OSError as error:
+        raise DataError(f"the lock folder {folder} cannot be written ({error.strerror}); set TMPDIR.") from None
+    with lock as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield  # closing the file releases the lock, also when this process is killed
 

@@ -14,8 +14,9 @@ from mmlab.parallel.tensor import TensorGroup
 from mmlab.plan.layout import Layout, Place
 from mmlab.plan.schema import Plan
 
-GROUP_TIMEOUT = datetime.timedelta(minutes=10)
-"""How long a collective may wait. A pause sends a sign of life far more often (`train.control`)."""
+GROUP_TIMEOUT = datetime.timedelta(hours=6)
+"""How long a collective may wait: longer than the longest work that one rank does alone (checksums of a checkpoint,
+pictures of an evaluation). Lost and failed ranks are found by other means within seconds (`train.worker`)."""
 
 
 @dataclass

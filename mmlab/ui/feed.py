@@ -121,6 +121,8 @@ class Feed:
             self.commands.append(event)
             if event.get("ok") and event.get("verb") == "set":
                 self._take_values(event.get("args", {}).get("values", {}))
+        elif kind == "restore":
+            self._take_values(event.get("values", {}))
         if kind in SHOWN:
             self.recent.append(event)
 
