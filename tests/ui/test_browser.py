@@ -146,6 +146,8 @@ def test_points_move_buttons_steer_and_a_reload_catches_up(
     after = step_of(page)
     wait_for(lambda: step_of(page) > after)
     expect(page.get_by_label("Base learning rate of language")).to_have_value("5e-4")
+    page.locator(f"{BOARD} button", has_text="Pause").click()
+    expect(page.locator(f"{BOARD} .mm-state")).to_contain_text("paused", timeout=10_000)
     assert errors == []
 
 
