@@ -179,7 +179,7 @@ class Run:
     def _send(self, verb: str, **args: Any) -> Sent:
         status = self.status()
         if status["state"] in ENDED:
-            more = "; run.restore() starts it again from a checkpoint" if self.checkpoints() else ""
+            more = "; restore() (mmlab restore) starts it again from a checkpoint" if self.checkpoints() else ""
             raise MmlabError(f"{verb}: run {self.id} has ended ({status['state']}){more}")
         command = new_command(verb, args)
         control = self._record.paths.control

@@ -92,6 +92,10 @@ def test_run_trains_and_writes_results_and_report(start: Callable[..., Started],
     assert str(report) in out.replace("\n", "")
     assert "as measured" in report.read_text() or "no step was traced" in report.read_text()
     assert gone(pids(Path(results["run"])))
+    code, out, _ = start("restore", results["run"]).end()  # no lab lives: it is started again in one of its own
+    assert code == 0
+    assert "finished after 6 steps" in out
+    assert len(RunRecord(Path(results["run"])).lineages()) == 2
 
 
 def test_an_interrupt_stops_the_run_at_a_step_and_leaves_no_process(start: Callable[..., Started]) -> None:

@@ -20,7 +20,8 @@ NOTEBOOK = "01_quickstart.ipynb"
 def register(app: typer.Typer) -> None:
     """Add the commands about labs and data."""
     for name, command in (("lab", lab), ("labs", list_labs), ("close", close)):
-        app.command(name, rich_help_panel="Labs")(command)
+        settings = {"ignore_unknown_options": True} if name == "lab" else {}  # JupyterLab's own
+        app.command(name, rich_help_panel="Labs", context_settings=settings)(command)
     data = typer.Typer(help="Make data sets.", no_args_is_help=True)
     data.command("make")(make)
     app.add_typer(data, name="data", rich_help_panel="Plans")
@@ -33,8 +34,10 @@ def lab(
     ] = None,
 ) -> None:
     """Open JupyterLab on the quickstart notebook (copied to the folder if it is not there)."""
-    notebook = place_notebook(folder)
-    command = [sys.executable, "-m", "jupyterlab", str(notebook), *(arguments or [])]
+    passed_on = arguments or []
+    if str(folder).startswith("-"):  # no folder was named: the first word is JupyterLab's already
+        folder, passed_on = Path(), [str(folder), *passed_on]
+    command = [sys.executable, "-m", "jupyterlab", str(place_notebook(folder)), *passed_on]
     process = subprocess.Popen(command)
     while True:
         try:
@@ -97,7 +100,10 @@ def close(
 
     if bool(name) == all_:
         raise LabError("name a lab, or give --all; `mmlab labs` lists them")
-    for lab_id in [name] if name else [one.id for one in Lab.live()]:
+    found = [name] if name else [one.id for one in Lab.live()]
+    if not found:
+        console().print("no live labs")
+    for lab_id in found:
         Lab.attach(lab_id).close()
         console().print(f"closed {lab_id}")
 

@@ -18,6 +18,8 @@ POLL = 0.2
 """Seconds between looks at the event log."""
 LINES = 20
 """Progress lines of a whole run where output is no terminal."""
+LONGEST_SILENCE = 10.0
+"""Seconds after which a further line comes anyway, if steps were done."""
 
 
 def follow_run(run_dir: Path, lab_status: Callable[[], str] | None = None) -> Feed:
@@ -74,17 +76,22 @@ def _follow_bar(feed: Feed, out: Console, lab_status: Callable[[], str] | None) 
 
 
 def _follow_lines(feed: Feed, out: Console, lab_status: Callable[[], str] | None) -> None:
-    doing, note, next_step = "", "", 1
+    doing, note, reason, next_step, last_step, last_line = "", "", "", 1, 0, time.monotonic()
     goes_on = True
     while goes_on:
         goes_on = _turn(feed)
         lines = []
-        if feed.step >= next_step:
+        late = time.monotonic() - last_line > LONGEST_SILENCE and feed.step > 0
+        if feed.step >= next_step or (late and feed.step >= last_step + 1):
+            last_line, last_step = time.monotonic(), feed.step
             lines.append(f"step {feed.step}/{feed.steps}  {rates(feed)}")
             next_step = feed.step + max(1, feed.steps // LINES)
         if feed.doing != doing:
             doing = feed.doing
             lines.insert(0 if doing == "running" else len(lines), doing)
+        if doing == "starting" and feed.reason != reason:
+            reason = feed.reason
+            lines.append(reason)
         if lab_status is not None and doing in ("queued", "starting") and (text := lab_status()) != note:
             note = text
             lines.append(note)

@@ -95,10 +95,17 @@ def restore(
     step: CheckpointStep = None,
     name: CheckpointName = "",
 ) -> None:
-    """Go back to a checkpoint; a run that has ended is started again from it, in the lab that made it."""
+    """Go back to a checkpoint; a run that has ended is started again from it, in a live lab or in one of its own."""
+    from mmlab.cli.training import continue_run
+    from mmlab.lab import Lab
+    from mmlab.messages import ENDED
     from mmlab.tracking.sent import Sent
 
-    sent = open_run(run).restore(step=step, name=name)
+    found = open_run(run)
+    if found.status()["state"] in ENDED and not Lab.live():
+        continue_run(found, step, name)
+        return
+    sent = found.restore(step=step, name=name)
     if isinstance(sent, Sent):
         _print_ack(sent)
     else:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 
@@ -15,7 +15,7 @@ from mmlab.cli.shared import JsonOption, Overrides, PlanArgument, check_writable
 from mmlab.errors import MmlabError, RunFailed
 
 if TYPE_CHECKING:
-    from mmlab.lab import Run
+    from mmlab.lab import Lab, Run
     from mmlab.plan import Plan
     from mmlab.ui.feed import Feed
 
@@ -46,7 +46,9 @@ def demo(
             f"held-out loss {held_out['loss']:.3f}; with images swapped {held_out['loss_swapped']:.3f} ({ratio:.2f} x)"
         )
     if results["loss_fall"] is not None:
-        out.print(f"training loss fell by {results['loss_fall']:.0%}")
+        out.print(
+            f"training loss fell by {results['loss_fall']:.0%} (means of the first and the last tenth of the steps)"
+        )
     _print_places(results)
 
 
@@ -63,13 +65,24 @@ def train(plan: Plan) -> dict[str, Any]:
 
     PlanError on problems of the plan. An interrupt stops the run at its next step boundary and then ends the command.
     """
+    plan.check().raise_if_any()
+    return _in_own_lab(plan, lambda lab: lab.train(plan))
+
+
+def continue_run(run: Run, step: int | None, name: str) -> None:
+    """Start a run that has ended again from a checkpoint, in a lab of this process, and follow it to its end."""
+    results = _in_own_lab(run.plan, lambda lab: cast("Run", run.restore(step=step, name=name, lab=lab)))
+    _finish(results, None)
+    _print_places(results)
+
+
+def _in_own_lab(plan: Plan, start: Callable[[Lab], Run]) -> dict[str, Any]:
     from mmlab.lab import Lab
     from mmlab.ui.report import write_report
 
-    plan.check().raise_if_any()
     began = time.perf_counter()
     with Lab(engines=plan.world_size, profile=plan.cluster.profile) as lab:
-        started = lab.train(plan)
+        started = start(lab)
         console().print(f"run {started.dir}")
         with _stops_on_interrupt(started):
             feed = follow_run(started.dir, lambda: _lab_text(lab.status()))

@@ -95,15 +95,22 @@ def _members(path: Path) -> Iterator[tuple[str, Member]]:
 def scan_shard(path: Path) -> list[ScannedSample]:
     """All samples of a shard, without reading their contents. DataError on a damaged, compressed or empty shard."""
     samples: list[ScannedSample] = []
+    latest: dict[str, tuple[ScannedSample, set[str]]] = {}
     try:
         for key, member in _members(path):
-            if not samples or samples[-1].key != key:
-                samples.append(ScannedSample(key))
+            # Members of a sample need not be neighbours (`tar -cf shard.tar folder` stores them in any order); a member
+            # that comes again under its key begins another sample (shards that were concatenated).
+            sample, seen = latest.get(key, (None, set()))
+            if sample is None or member.extension in seen:
+                sample, seen = ScannedSample(key), set()
+                samples.append(sample)
+                latest[key] = sample, seen
+            seen.add(member.extension)
             kind = member.extension.rpartition(".")[2]
             if kind in IMAGE_EXTENSIONS:
-                samples[-1].images.append(member)
+                sample.images.append(member)
             elif kind in TEXT_EXTENSIONS:
-                samples[-1].texts.setdefault(kind, member)
+                sample.texts.setdefault(kind, member)
     except tarfile.TarError as error:
         raise DataError(_damage(path, samples, error)) from None
     except OSError as error:

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import os
 import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 import torch.distributed as dist
@@ -16,6 +19,8 @@ from mmlab.train.job import Job
 from mmlab.train.worker import run_worker
 
 RUN_KEY = "mmlab/run"
+SAY_EVERY = 2.0
+"""Seconds between lines about the steps done."""
 USAGE = "usage: torchrun --nproc-per-node N -m mmlab.train PLAN [key=value ...]"
 
 
@@ -50,6 +55,32 @@ def _agree_on_run(arguments: list[str], rank: int, world_size: int, store: dist.
     return run_dir
 
 
+@contextmanager
+def _says_steps(paths: RunPaths) -> Iterator[None]:
+    """Meanwhile print a line every few seconds, and the state when it changes: what a job's log should show."""
+    ended = threading.Event()
+
+    def follow() -> None:
+        offset, last = 0, False
+        while not last:
+            last = ended.wait(SAY_EVERY)
+            events, offset = read_events(paths.events, offset)
+            steps = [event for event in events if event["kind"] == "step"]
+            if steps:
+                print(f"step {steps[-1]['step']}  loss {steps[-1]['loss']:.4f}", flush=True)
+            for event in events:
+                if event["kind"] == "state" and event["state"] != "failed":
+                    print(event["state"], flush=True)
+
+    thread = threading.Thread(target=follow, name="mmlab-says", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join(5.0)
+
+
 def main(arguments: list[str]) -> int:
     """Exit code: 0 done or stopped, 1 the input is at fault, 2 the run failed."""
     if not arguments or "RANK" not in os.environ:
@@ -63,9 +94,11 @@ def main(arguments: list[str]) -> int:
     except MmlabError as error:
         return error.exit_code
     job = Job(str(run_dir), rank, world_size, host, port)
-    if run_worker(job) != "failed":
-        return 0
     paths = RunPaths(run_dir)
+    with _says_steps(paths) if rank == 0 else nullcontext():
+        state = run_worker(job)
+    if state != "failed":
+        return 0
     if rank == 0:
         events, _ = read_events(paths.events)
         reasons = [e["reason"] for e in events if e.get("state") == "failed"]

@@ -158,6 +158,10 @@ def _join(job: Job) -> dist.Store | None:
 
 
 def _run(plan: Plan, paths: RunPaths, mesh: Mesh, watch: Watch, listener: Listener, job: Job) -> str:
+    if job.rank == 0:
+        early = EventLog(paths.events, _lineage(paths))
+        early.emit("state", state="starting", reason="ranks are connected; opening the data, building the model")
+        early.close()
     session = Session(plan, paths, mesh, build(plan, mesh), watch, listener)
     try:
         session.start(job.restore)

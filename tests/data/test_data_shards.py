@@ -282,3 +282,17 @@ def test_more_shards_than_files_may_be_open(tmp_path, monkeypatch):
     paths[0].unlink()
     with pytest.raises(DataError, match="cannot be read"):
         files.read(0, 0, 1)
+
+
+def test_members_of_a_sample_need_not_be_neighbours(tmp_path):
+    """`tar -cf shard.tar folder` stores files in any order; what comes again under its key is another sample."""
+    path = tmp_path / "train-000000.tar"
+    with tarfile.open(path, "w") as tar:
+        for name in ("./b.txt", "./a.txt", "./a.jpg", "./b.jpg", "./a.txt", "./a.jpg"):
+            entry = tarfile.TarInfo(name)
+            entry.size = 4
+            tar.addfile(entry, io.BytesIO(b"data"))
+    samples = scan_shard(path)
+    assert [sample.key.removeprefix("./") for sample in samples] == ["b", "a", "a"]
+    assert all(len(sample.images) == 1 and "txt" in sample.texts for sample in samples)
+    assert samples[1].texts["txt"].offset < samples[2].texts["txt"].offset

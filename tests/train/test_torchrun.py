@@ -22,6 +22,8 @@ def test_a_run_is_recorded_like_any_other(shards, tmp_path):
     assert ended.returncode == 0, ended.stderr
     (record,) = list_runs(tmp_path)
     assert str(record.paths.root) in ended.stdout
+    assert "step 3  loss" in ended.stdout
+    assert ended.stdout.rstrip().endswith("finished")
     status = record.status()
     assert (status["state"], status["step"], status["steps"]) == ("finished", 3, 3)
     assert len(record.metrics()) == 3
