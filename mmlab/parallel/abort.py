@@ -1,9 +1,10 @@
-"""Freeing a rank that is stuck in a gloo collective.
+"""Freeing ranks that are stuck in a collective which can no longer finish.
 
-`ProcessGroup.abort()` returns on gloo and unblocks nobody, and a rank inside a
-gloo wait ignores SIGINT. Shutting down the sockets that gloo opened does free
-it: the stuck call raises within half a second on both sides and the process
-and its tensors live on.
+Shared-memory groups have an abort flag. gloo has not: `ProcessGroup.abort()`
+returns on it and unblocks nobody, and a rank inside a gloo wait ignores
+SIGINT. Shutting down the sockets that gloo opened does free it. Either way the
+stuck call raises within half a second on all sides and the process and its
+tensors live on.
 """
 
 from __future__ import annotations
@@ -14,14 +15,16 @@ import socket
 
 import psutil
 
+from mmlab.parallel.shm import abort_groups
+
 
 def _sockets() -> dict[int, tuple[object, object]]:
     connections = psutil.Process().net_connections(kind="tcp")
     return {c.fd: (c.laddr, c.raddr) for c in connections if c.fd >= 0 and c.raddr}
 
 
-class SocketLedger:
-    """The TCP connections that process groups opened: those that were not there when the ledger was made.
+class Connections:
+    """What process groups talk through: shared memory, and the TCP connections that were not there before.
 
     Make it before the rendezvous, call `mark` after the last group. Until then every new connection counts.
     """
@@ -37,10 +40,10 @@ class SocketLedger:
     def _since(self) -> dict[int, tuple[object, object]]:
         return {fd: ends for fd, ends in _sockets().items() if self._before.get(fd) != ends}
 
-    def shutdown(self) -> int:
-        """Shut down the connections that still have the same two ends; returns how many."""
+    def cut(self) -> int:
+        """Abort shared-memory groups and shut down the connections that still have the same two ends; how many."""
+        count = abort_groups()
         now = _sockets()
-        count = 0
         for fd, ends in (self._since() if self._opened is None else self._opened).items():
             if now.get(fd) != ends:
                 continue  # closed meanwhile, and the number perhaps reused

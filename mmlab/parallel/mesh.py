@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from mmlab.parallel import shm
 from mmlab.parallel.exchange import Link
 from mmlab.parallel.tensor import TensorGroup
 from mmlab.plan.layout import Layout, Place
@@ -66,6 +67,9 @@ def build_mesh(plan: Plan, layout: Layout, rank: int, store: dist.Store | None, 
     if len(layout.places) == 1:
         return Mesh(layout, place, device, None, alone, None, None, None, None)
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    if device.type == "cpu" and plan.cluster.collectives == "shm":
+        shm.register()  # takes gloo by itself where the ranks share no x86-64 Linux host or have no memory to share
+        backend = "shm"
     dist.init_process_group(
         backend, store=store, rank=rank, world_size=len(layout.places), timeout=GROUP_TIMEOUT,
         device_id=device if device.type == "cuda" else None,

@@ -290,6 +290,8 @@ class ClusterConfig(Section):
     """Seconds that local engines may take to start (batch profiles wait without limit), likewise."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where ranks compute; auto takes CUDA where torch sees one GPU for each rank of the host."""
+    collectives: Literal["gloo", "shm"] = "gloo"
+    """How CPU ranks talk: gloo, or shared memory where they share an x86-64 Linux host (else gloo, with a warning)."""
 
 
 class TrackingConfig(Section):

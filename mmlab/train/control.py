@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from mmlab.messages import Ack, Command, Inbox, RunPaths, read_failures
-from mmlab.parallel.abort import SocketLedger
+from mmlab.parallel.abort import Connections
 from mmlab.parallel.mesh import Mesh
 
 POLL = 0.1
@@ -60,8 +60,8 @@ class Channel:
 class Listener:
     """The control thread of one rank, from before the rendezvous to the end."""
 
-    def __init__(self, paths: RunPaths, rank: int, generation: int, sockets: SocketLedger) -> None:
-        self.paths, self.rank, self.generation, self.sockets = paths, rank, generation, sockets
+    def __init__(self, paths: RunPaths, rank: int, generation: int, connections: Connections) -> None:
+        self.paths, self.rank, self.generation, self.connections = paths, rank, generation, connections
         self.inbox = Inbox(paths.control)
         self._waiting = threading.Event()
         self._stop = threading.Event()
@@ -74,7 +74,7 @@ class Listener:
                 self._waiting.set()
             others = [f for f in read_failures(self.paths.failures, self.generation) if f.rank != self.rank]
             if others:  # at every look: a rank that had not joined yet opens its connections later
-                self.sockets.shutdown()
+                self.connections.cut()
 
     def waiting(self) -> bool:
         """Whether a command waits (rank 0; the others never know before the boundary)."""

@@ -30,7 +30,7 @@ from mmlab.messages import (
     read_failures,
     write_failure,
 )
-from mmlab.parallel.abort import SocketLedger
+from mmlab.parallel.abort import Connections
 from mmlab.parallel.mesh import Mesh, build_mesh, close_mesh
 from mmlab.parallel.watch import Watch
 from mmlab.plan import Layout, Plan
@@ -118,18 +118,18 @@ def run_worker(job: Job, fault: Fault | None = None) -> str:
     process (design, decision 11).
     """
     paths = RunPaths(Path(job.run_dir))
-    sockets = SocketLedger()
-    listener = Listener(paths, job.rank, job.generation, sockets)
+    connections = Connections()
+    listener = Listener(paths, job.rank, job.generation, connections)
     state, watch, mesh = "failed", Watch(), None
     try:
         plan = Plan.load(paths.plan)
         watch = _watch(plan, paths, job, fault)
         set_threads(plan, plan.layout(), job.rank)
         mesh = build_mesh(plan, plan.layout(), job.rank, _join(job), pick_device(plan, plan.layout(), job.rank))
-        sockets.mark()
+        connections.mark()
         state = _run(plan, paths, mesh, watch, listener, job)
     except BaseException as error:
-        _fail(job, paths, watch, sockets, error)
+        _fail(job, paths, watch, connections, error)
     finally:
         listener.close()
         if mesh is not None:
@@ -201,7 +201,7 @@ def _describe(error: BaseException, watch: Watch, plan_role: str) -> str:
     return f"{type(error).__name__}: {line}"
 
 
-def _fail(job: Job, paths: RunPaths, watch: Watch, sockets: SocketLedger, error: BaseException) -> None:
+def _fail(job: Job, paths: RunPaths, watch: Watch, connections: Connections, error: BaseException) -> None:
     """Record the failure, free the other ranks, and see that the run's log says who failed first."""
     role = watch.role
     details = "".join(traceback.format_exception(error))
@@ -214,7 +214,7 @@ def _fail(job: Job, paths: RunPaths, watch: Watch, sockets: SocketLedger, error:
     traceback.clear_frames(error.__traceback__)  # frames hold the old model and groups (design, decision 11)
     with contextlib.suppress(OSError):
         write_failure(paths.failures, job.generation, failure)
-    sockets.shutdown()  # also where the disk is full: nobody waits for this rank
+    connections.cut()  # also where the disk is full: nobody waits for this rank
     with contextlib.suppress(OSError):
         first = _first_cause(paths, job.generation, failure)
         if claim_report(paths.failures, job.generation):

@@ -84,7 +84,7 @@ def alternate(rank, world, host, port, run_dir, dashboard, rounds, steps):
     import torch.distributed as dist
 
     from mmlab.messages import RunPaths
-    from mmlab.parallel.abort import SocketLedger
+    from mmlab.parallel.abort import Connections
     from mmlab.parallel.mesh import build_mesh, close_mesh
     from mmlab.plan import Plan
     from mmlab.train.control import Listener
@@ -93,7 +93,7 @@ def alternate(rank, world, host, port, run_dir, dashboard, rounds, steps):
     plan = Plan.load(paths.plan)
     store = dist.TCPStore(host, port, is_master=False)
     mesh = build_mesh(plan, plan.layout(), rank, store, torch.device("cpu"))
-    listener = Listener(paths, rank, 1, SocketLedger())
+    listener = Listener(paths, rank, 1, Connections())
     sides = {name: session(plan, paths, mesh, listener, name == "on") for name in ("off", "on")}
     found: dict[str, list[tuple[float, float]]] = {"on": [], "off": []}
     try:

@@ -270,6 +270,20 @@ def test_an_exception_in_one_rank_frees_the_others_and_names_it(pool, shards, tm
     assert again.join() == ["finished"] * 3
 
 
+def test_ranks_that_talk_through_shared_memory_are_freed_too(pool, shards, tmp_path):
+    plan = make_plan(shards, "cluster.collectives=shm", "train.steps=100000")
+    run = LiveRun(pool, plan, tmp_path / "run", fault=("raise", 2, 3, "backward"))
+    assert run.join() == ["failed"] * 3
+    (failed,) = [e for e in run.events("state") if e["state"] == "failed"]
+    assert (failed["rank"], failed["phase"], failed["step"]) == (2, "backward", 3)
+    losses = {}
+    for collectives in ("shm", "gloo"):  # in the same processes, and the same to the bit
+        again = LiveRun(pool, make_plan(shards, f"cluster.collectives={collectives}"), tmp_path / collectives)
+        assert again.join() == ["finished"] * 3
+        losses[collectives] = again.losses()
+    assert losses["shm"] == losses["gloo"]
+
+
 def test_out_of_memory_names_rank_phase_and_what_to_do(pool, shards, tmp_path):
     run = LiveRun(pool, make_plan(shards), tmp_path / "run", fault=("memory", 1, 2, "backward"))
     assert run.join() == ["failed"] * 3

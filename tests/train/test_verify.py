@@ -8,6 +8,7 @@ from mmlab.plan import Plan
 
 PLANS = {
     "quickstart: six ranks": ("quickstart",),
+    "shared memory": ("quickstart", "cluster.collectives=shm"),
     "tensor parallel": ("laptop", "parallel.pp=1", "parallel.tp=2"),
     "pipeline": ("laptop",),
     "data parallel": ("laptop", "parallel.pp=1", "parallel.dp=2"),

@@ -33,7 +33,7 @@ from mmlab.data.index import Progress
 from mmlab.data.write import NewSample, SetInfo, conversation, write_set
 from mmlab.errors import DataError
 
-VERSION = "1"
+VERSION = "2"
 """Changes whenever this file makes another set from the same packages."""
 HELD_OUT_PERCENT = 10
 VOCAB_SIZE = 1024
