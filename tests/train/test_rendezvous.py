@@ -88,7 +88,11 @@ def test_ranks_of_two_hosts_find_each_other(hosts, shards, tmp_path):
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait(10)
             process.stdout.close()
-    assert [e["state"] for e in read_events(paths.events)[0] if e["kind"] == "state"] == ["running", "finished"]
+    assert [e["state"] for e in read_events(paths.events)[0] if e["kind"] == "state"] == [
+        "starting",
+        "running",
+        "finished",
+    ]
 
 
 def test_a_hint_wins_over_the_default_route():

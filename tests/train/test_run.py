@@ -30,7 +30,7 @@ def test_run_finishes_with_events_beacons_traces(pool, shards, tmp_path):
     run = LiveRun(pool, make_plan(shards, f"data.held_out='{shards}'"), tmp_path / "run")
     assert run.join() == ["finished"] * 3
     states = [e["state"] for e in run.events("state")]
-    assert states == ["running", "finished"]
+    assert states == ["starting", "running", "finished"]
     steps = run.events("step")
     assert [e["step"] for e in steps] == list(range(1, 9))
     assert steps[-1]["loss"] < steps[0]["loss"]
@@ -231,7 +231,7 @@ def test_a_stopped_run_says_so_once_its_weights_are_saved(pool, shards, tmp_path
     assert run.do("stop").ok
     assert run.join() == ["stopped"] * 3
     assert [e["kind"] for e in run.events()][-3:] == ["command", "checkpoint", "state"]
-    assert [e["state"] for e in run.events("state")] == ["running", "stopped"]
+    assert [e["state"] for e in run.events("state")] == ["starting", "running", "stopped"]
 
 
 def test_a_run_goes_on_to_the_steps_last_asked_for(pool, shards, tmp_path):
