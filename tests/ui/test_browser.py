@@ -65,7 +65,11 @@ def server(tmp_path: Path) -> Iterator[Callable[..., str]]:
     yield start
     for process in processes:
         process.terminate()
-        process.wait(30)
+        try:
+            process.wait(20)
+        except subprocess.TimeoutExpired:  # on a loaded machine Jupyter's server sometimes hangs at its own exit
+            process.kill()
+            process.wait()
 
 
 @pytest.fixture
