@@ -21,8 +21,11 @@ _TEXT_FOR_TOKENIZER = 20_000_000
 
 
 def _folder(path: str, progress: Progress | None) -> Path | None:
-    """The folder that data.path names: a built-in set's (made on first use) or an existing one."""
-    if path in BUILT_IN and not Path(path).is_dir():
+    """The folder that data.path names: a built-in set's (made on first use) or an existing one.
+
+    A built-in name always means the built-in set, wherever the run starts; "./emoji" is a folder of that name.
+    """
+    if path in BUILT_IN:
         return ensure(path, progress)
     return Path(path) if Path(path).is_dir() else None
 

@@ -35,10 +35,15 @@ class Watch:
         self._began = time.perf_counter()
         self._epoch = time.time()
 
+    def take_seconds(self) -> list[float]:
+        """Seconds of each phase since they were last taken: whatever follows a step's own reduction (the update, a
+        checkpoint) counts with the next step's."""
+        taken, self.seconds = self.seconds, [0.0] * len(PHASES)
+        return taken
+
     def begin_step(self, step: int, traced: bool) -> None:
-        """Start a step: clear the phase times and, when traced, record its ops."""
+        """Start a step and, when traced, record its ops."""
         self.step = step
-        self.seconds = [0.0] * len(PHASES)
         self._ops = [] if traced and self.trace is not None else None
         self._began, self._epoch = time.perf_counter(), time.time()
         if self.beacon is not None:

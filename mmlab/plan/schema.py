@@ -195,7 +195,7 @@ class DataConfig(Section):
 
     path: str = "emoji"
     """Folder of shards, a brace pattern such as "shards/train-{000000..000009}.tar", or a built-in set
-    ("emoji", "shapes"), which is made on first use in the data cache."""
+    ("emoji", "shapes"), which is made on first use in the data cache (a folder of that name is "./emoji")."""
     held_out: str = ""
     """Shards for evaluation; empty means the built-in set's own held-out split, or none."""
     tokenizer: str = ""

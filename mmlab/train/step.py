@@ -151,7 +151,7 @@ class HybridStep:
         flag = torch.tensor([float(ride.commands())], dtype=torch.float64)
         times = torch.zeros((self.mesh.world_size if self.watch.telemetry else 0, len(PHASES)), dtype=torch.float64)
         if self.watch.telemetry:
-            times[self.mesh.place.rank] = torch.tensor(self.watch.seconds, dtype=torch.float64)
+            times[self.mesh.place.rank] = torch.tensor(self.watch.take_seconds(), dtype=torch.float64)
         packed = torch.cat([norms, loss, flag, bad, times.flatten()])
         if self.mesh.control is not None:
             dist.all_reduce(packed, group=self.mesh.control)

@@ -10,7 +10,7 @@ from conftest import write_set  # tests/train/conftest.py
 from live import LiveRun
 
 from mmlab import CheckpointError, Run
-from mmlab.messages import new_command, read_beacons, read_failures, send, write_json
+from mmlab.messages import PHASES, new_command, read_beacons, read_failures, send, write_json
 from mmlab.plan import Plan
 from mmlab.train.evaluate import swap_images
 
@@ -35,6 +35,8 @@ def test_run_finishes_with_events_beacons_traces(pool, shards, tmp_path):
     assert [e["step"] for e in steps] == list(range(1, 9))
     assert steps[-1]["loss"] < steps[0]["loss"]
     assert len(steps[0]["phases"]) == 3
+    for phase in ("forward", "backward", "reduce", "optimizer"):
+        assert steps[3]["phases"][1][PHASES.index(phase)] > 0, phase
     assert steps[3]["grad_norm_total"] == pytest.approx(sum(v**2 for v in steps[3]["grad_norm"].values()) ** 0.5)
     assert all(beacon.done for beacon in read_beacons(run.paths.ranks))
     trace = json.loads((run.paths.traces / "rank-1.jsonl").read_text().splitlines()[0])
