@@ -107,10 +107,13 @@ class Dashboard:
             self.controls.handle(message)
 
     def _work(self) -> None:
-        while not self._end.wait(self._pause()):
+        sent = 0.0
+        while not self._end.wait(self._period):
             with self._lock:
-                self._look()
-                self._send()
+                self._look()  # often, also unseen: a saved notebook is to show the end, and may be saved right after it
+                if self.feed.ended or time.monotonic() - sent >= self._pause():
+                    sent = time.monotonic()
+                    self._send()
                 self._renew()
                 if self.feed.ended:
                     self.board.close()
@@ -159,7 +162,9 @@ class Dashboard:
         if state == "paused" or self.feed.ended:
             data, metadata = self.bundle()
             for display_id in self._displays:
-                publish(data, metadata, display_id, update=True)
+                # Outside the cell's context: nbclient takes updates only from the request that runs just now, and
+                # JupyterLab finds the output by its display id whatever the request.
+                contextvars.Context().run(publish, data, metadata, display_id, True)
 
     def frame(self) -> dict[str, Any]:
         """The state of the run as the board shows it (JSON)."""
