@@ -56,10 +56,6 @@ def state_dict(plan: Plan, mesh: Mesh, built: Built, saving: bool) -> dict[str, 
     return state
 
 
-def _no_dist(mesh: Mesh) -> bool:
-    return mesh.control is None
-
-
 @contextlib.contextmanager
 def quiet() -> Any:
     """torch warns that it saves without process groups; a plan of one rank means to."""
@@ -91,7 +87,7 @@ def save(plan: Plan, mesh: Mesh, built: Built, folder: Path, extra: Mapping[str,
     _agree(mesh, f"{partial} of an interrupted save cannot be removed" if first and partial.exists() else "")
     try:
         with quiet():
-            dcp_save(state, checkpoint_id=partial, process_group=mesh.control, no_dist=_no_dist(mesh))
+            dcp_save(state, checkpoint_id=partial, process_group=mesh.control, no_dist=mesh.control is None)
     except (dcp.CheckpointException, OSError) as error:
         if first:
             shutil.rmtree(partial, ignore_errors=True)
@@ -238,7 +234,7 @@ def load(plan: Plan, mesh: Mesh, built: Built, folder: Path) -> dict[str, Any]:
     _agree(mesh, problem or _damage(folder, manifest, mesh))
     try:
         with quiet():
-            dcp.load(wanted, checkpoint_id=folder, process_group=mesh.control, no_dist=_no_dist(mesh))
+            dcp.load(wanted, checkpoint_id=folder, process_group=mesh.control, no_dist=mesh.control is None)
     except (dcp.CheckpointException, OSError) as error:
         raise RunFailed(f"reading checkpoint {folder.name} broke off: {_cause(error)}") from None
     for key in state.keys() - wanted.keys():

@@ -55,6 +55,8 @@ class Session:
         self.runner = HybridStep(plan, mesh, built, watch)
         self.evaluator = Evaluator(self.runner, plan, mesh)
         self.steering = Steering()
+        self.commands_wait = True
+        """Whether the last step's reduction said that a command waits; true before the first step."""
         self.lineage = ""
         self._saved: tuple[str, int] | None = None
         self._verbs: dict[str, Callable[[dict[str, Any]], str]] = {
@@ -137,9 +139,6 @@ class Session:
                 self.steering.remaining, self.steering.paused = None, True
                 self.emit("state", step=self.steering.step, state="paused", reason="the steps asked for are done")
         self.commands_wait = result.commands
-
-    commands_wait = True
-    """Whether the last step's reduction said that a command waits; true before the first step."""
 
     def apply_commands(self) -> None:
         """The boundary: apply what waits, on all ranks; return when the run is to go on or has been stopped."""

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from mmlab.messages import PHASES, Event, RunPaths, read_events
+from mmlab.messages import ENDED, PHASES, Event, RunPaths, read_events
 from mmlab.plan import Plan
 from mmlab.tracking.record import RunRecord
 from mmlab.ui.series import Series
@@ -19,8 +19,6 @@ READ_LIMIT = 4 * 1024 * 1024
 """Bytes of the event log read at once."""
 CURVES = ("loss", "tokens_per_s", "images_per_s", "grad_norm_total", "data_wait", "held_out", "swapped")
 """Curves that a feed keeps: fields of `step` events, then the two losses of `eval` events."""
-ENDED = ("finished", "stopped", "failed")
-"""States that a run does not leave by itself."""
 BETWEEN = {"eval": "evaluating", "checkpoint": "saving"}
 """What ranks do between steps, by phase of the beacon."""
 WINDOW = 20

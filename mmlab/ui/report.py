@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from mmlab.errors import MmlabError
-from mmlab.messages import Event, write_atomic
+from mmlab.messages import ENDED, Event, write_atomic
 from mmlab.plan.schedule import measured_svg
 from mmlab.ui import svg
 from mmlab.ui.feed import Feed
@@ -92,7 +92,7 @@ def figures(feed: Feed) -> list[tuple[str, str]]:
             rows.append(("held-out loss, images swapped", f"{ratio:.2f} ×"))
     rates = _typical(feed)
     rows += [("tokens/s (median)", number(rates[0])), ("images/s (median)", number(rates[1]))]
-    times = [event["t"] for event in feed.states if event.get("state") in ("running", "finished", "stopped", "failed")]
+    times = [event["t"] for event in feed.states if event.get("state") in ("running", *ENDED)]
     if len(times) > 1:
         rows.append(("from first step to end", duration(times[-1] - times[0])))
     return rows

@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from mmlab.messages import ENDED
+
 if TYPE_CHECKING:
     from mmlab.ui.dashboard import Dashboard
 
@@ -25,7 +27,7 @@ class Faces:
         path = Path(run.dir)
         known = self._dashboards.get(path)
         if known is None or known.over:
-            if run.status()["state"] in ("finished", "stopped", "failed"):
+            if run.status()["state"] in ENDED:
                 publish(*snapshot(run).bundle())
                 return
             self._dashboards[path] = known = Dashboard(run, path)
