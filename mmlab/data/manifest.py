@@ -57,7 +57,7 @@ class Split:
         p = plan.parallel
         grid = p.dp * p.cp * p.tp
         owners = {"own_ranks": p.vision_dp, "first_stage": grid, "all_ranks": grid * p.pp}[p.vision]
-        return cls(p.dp, p.microbatches, owners, p.vision == "first_stage", max(1, p.encoder_batch))
+        return cls(p.dp, p.microbatches, owners, p.vision == "first_stage", p.encoder_batch)
 
     def one_replica(self) -> Split:
         """The same owners for a batch that replica 0 computes alone, as one microbatch."""
