@@ -53,7 +53,7 @@ class Split:
 
     @classmethod
     def of(cls, plan: Plan) -> Split:
-        """The plan's. Encoder ranks (own_ranks), those of each replica's first stage (first_stage) or all own images."""
+        """The plan's: encoder ranks, those of each replica's first stage, or all ranks own images."""
         p = plan.parallel
         grid = p.dp * p.cp * p.tp
         owners = {"own_ranks": p.vision_dp, "first_stage": grid, "all_ranks": grid * p.pp}[p.vision]

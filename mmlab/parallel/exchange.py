@@ -8,14 +8,17 @@ step manifest; none is sent.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from mmlab.parallel.traffic import Traffic
+
 KINDS = ("tokens", "token_grads", "forward", "backward", "next_ids")
+AXIS = {"tokens": "tokens", "token_grads": "tokens", "forward": "pp", "backward": "pp", "next_ids": "pp"}
+"""Axis (of `mmlab.messages.AXES`) that each kind is counted under."""
 _TAGS_PER_KIND = 1 << 20
 
 
@@ -28,10 +31,11 @@ class Link:
     rank that is alone.
     """
 
-    def __init__(self, group: dist.ProcessGroup | None, rank: int, device: torch.device) -> None:
+    def __init__(self, group: dist.ProcessGroup | None, rank: int, device: torch.device, traffic: Traffic) -> None:
         self.group = group
         self.rank = rank
         self.device = device
+        self.traffic = traffic
         self._pending: list[tuple[dist.Work | None, Tensor]] = []
         self._own: dict[int, Tensor] = {}
 
@@ -47,12 +51,13 @@ class Link:
         if peer == self.rank:
             self._own[self._tag(kind, microbatch)] = tensor
             return
+        self.traffic.add(AXIS[kind], tensor)
         work = dist.isend(tensor, peer, group=self.group, tag=self._tag(kind, microbatch))
         self._pending.append((work, tensor))
 
     def recv(self, shape: Sequence[int], dtype: torch.dtype, peer: int, kind: str, microbatch: int) -> Tensor:
         """Receive a tensor of a shape that both sides know. From itself, a rank gets what it sent, uncopied."""
-        if peer == self.rank and math.prod(shape):
+        if peer == self.rank and 0 not in shape:
             return self._own.pop(self._tag(kind, microbatch))
         tensor = torch.empty(tuple(shape), dtype=dtype, device=self.device)
         if tensor.numel():

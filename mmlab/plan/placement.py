@@ -66,7 +66,8 @@ def summary(layout: Layout) -> str:
         "first_stage": "encoder on the first stage",
         "all_ranks": "encoder on all ranks",
     }[p.vision]
-    return f"{plan.name}: {layout.world_size} rank{'s' if layout.world_size > 1 else ''} on {where}; {encoder}, language {grid}"
+    ranks = f"{layout.world_size} rank{'s' if layout.world_size > 1 else ''}"
+    return f"{plan.name}: {ranks} on {where}; {encoder}, language {grid}"
 
 
 def layout_text(layout: Layout) -> str:

@@ -143,8 +143,8 @@ class ParallelConfig(Section):
     projector: Literal["vision", "first_stage"] = "vision"
     """Which side of the exchange computes the projector."""
     transfer: Literal["p2p", "all_gather"] = "p2p"
-    """How image tokens reach the tensor group of the first stage: p2p sends all of them to each of its ranks, all_gather
-    a share to each, which they then gather among themselves. Gradients take the same way back."""
+    """How image tokens reach the tensor group of the first stage: p2p sends all of them to each of its ranks,
+    all_gather a share to each, which they then gather among themselves. Gradients take the same way back."""
     encoder_batch: int = Field(1, ge=1)
     """Microbatches whose images the encoder takes at once, forward and backward; image tokens are still sent as each
     microbatch needs them."""

@@ -11,6 +11,7 @@ from mmlab.data.manifest import StepManifest
 from mmlab.models.build import PartModel
 from mmlab.parallel.mesh import Mesh
 from mmlab.parallel.pipeline import Handler
+from mmlab.plan.ops import Op
 from mmlab.plan.schema import Plan
 from mmlab.train.tokens import Route, token_dtype, token_width
 
@@ -64,10 +65,10 @@ class EncoderRunner:
             counts[replica] = counts.get(replica, 0) + self.manifest.samples[position].tiles * self.tokens_per_tile
         return counts
 
-    def encode(self, microbatch: int) -> None:
+    def encode(self, op: Op) -> None:
         """Forward of this rank's images of a microbatch and of those encoded with it."""
         assert self.manifest is not None
-        group = self._together(microbatch)
+        group = self._together(op.microbatch)
         positions = [position for m in group for position in self.manifest.owned(self.owner, m)]
         if not positions:
             return
@@ -83,10 +84,10 @@ class EncoderRunner:
         start = sum(sum(self._rows(m).values()) for m in range(group[0], microbatch))
         return self._outputs[group[0]][start : start + sum(self._rows(microbatch).values())]
 
-    def send_tokens(self, microbatch: int) -> None:
+    def send_tokens(self, op: Op) -> None:
         """Send each replica its rows."""
         assert self.manifest is not None
-        offset = 0
+        microbatch, offset = op.microbatch, 0
         for replica, count in self._rows(microbatch).items():
             rows = self._output(microbatch)[offset : offset + count]
             offset += count
@@ -94,10 +95,10 @@ class EncoderRunner:
             for rank, piece in route.receivers(self.owner):
                 self.mesh.forward.send(rows[piece.start : piece.stop], rank, "tokens", microbatch)
 
-    def recv_token_grads(self, microbatch: int) -> None:
+    def recv_token_grads(self, op: Op) -> None:
         """Receive the gradients of this rank's rows; what context-parallel ranks give back is summed."""
         assert self.manifest is not None
-        grads = []
+        microbatch, grads = op.microbatch, []
         for replica, count in self._rows(microbatch).items():
             grad = torch.zeros((count, token_width(self.plan)), dtype=token_dtype(self.plan), device=self.mesh.device)
             route = Route(self.mesh.layout, self.manifest, replica, microbatch)
@@ -110,9 +111,9 @@ class EncoderRunner:
         if grads:
             self._grads[microbatch] = torch.cat(grads)
 
-    def encode_backward(self, microbatch: int) -> None:
+    def encode_backward(self, op: Op) -> None:
         """Backward of this rank's images of a microbatch and of those encoded with it."""
-        group = self._together(microbatch)
+        group = self._together(op.microbatch)
         output = self._outputs.pop(group[0], None)
         if output is not None and output.requires_grad:
             grads = [self._grads.pop(m) for m in group if m in self._grads]

@@ -9,6 +9,7 @@ share from the rank that received it.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from itertools import product
 from typing import NamedTuple
 
@@ -112,7 +113,7 @@ class Route:
         """(rank, piece) of every rank that gives gradients back to an owner."""
         return self._of(owner, self.outgoing)
 
-    def _of(self, owner: int, pieces_of: object) -> list[tuple[int, Piece]]:
+    def _of(self, owner: int, pieces_of: Callable[[int, int], list[Piece]]) -> list[tuple[int, Piece]]:
         p = self.layout.plan.parallel
         return [
             (self._rank(cp, tp), piece)
@@ -143,9 +144,10 @@ class TokenExchange:
             for piece in pieces
         ]  # fmt: skip
         if route.gathers and self.mesh.tp.group is not None and route.total:
-            parts, pieces = self._gather(parts, route), [
-                piece for tp in range(self.mesh.tp.size) for piece in route.incoming(place.cp, tp)
-            ]
+            parts, pieces = (
+                self._gather(parts, route),
+                [piece for tp in range(self.mesh.tp.size) for piece in route.incoming(place.cp, tp)],
+            )
         tokens = torch.empty((route.total, self.width), dtype=self.dtype, device=self.mesh.device)
         if parts:
             tokens[route.index(pieces).to(tokens.device)] = torch.cat(parts)
