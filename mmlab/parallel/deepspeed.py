@@ -45,6 +45,8 @@ class Backend:
         self._local_rank = os.environ.get("LOCAL_RANK")
         os.environ["LOCAL_RANK"] = str(local_rank)  # read from there all along
         self._before = get_accelerator()
+        if not dist.is_initialized():  # a plan of one rank
+            dist.init_process_group("gloo" if device.type == "cpu" else "nccl", store=dist.HashStore(), rank=0, world_size=1)
         if device.type == "cpu":
             set_accelerator(_plain_cpu())
         backend = "gloo" if device.type == "cpu" else "nccl"
@@ -142,6 +144,11 @@ class ZeroEngine:
 
     # -- a step
 
+    def __call__(self, *inputs: Any) -> Tensor:
+        """Forward of the module; all ranks together."""
+        output: Tensor = self.engine(*inputs)
+        return output
+
     def backward(self, loss: Tensor) -> None:
         """Backward of a microbatch; its loss is summed over microbatches and over ranks."""
         # ZeRO-3 can only average over ranks: undone here, in all stages alike.
@@ -236,10 +243,73 @@ class ZeroEngine:
         flat = self.zero.optimizer.state[master][key] if key else master.detach()
         return flat.narrow(0, mapping.hp_fragment_address.start, count)
 
+    def steps(self, name: str) -> Tensor:
+        """AdamW's count of updates (scalar, live), shared by all parameters of a group."""
+        return self.zero.optimizer.state[self._master_of(self.params[name])]["step"]
+
+    def _master_of(self, param: nn.Parameter) -> Tensor:
+        if self.partitioned:
+            return self._masters[self.zero.grad_position[self.zero.get_param_id(param)][0]]
+        index = next(i for i, group in enumerate(self.zero.bit16_groups) if any(p is param for p in group))
+        return self._masters[index]
+
     def whole(self, name: str, mine: Tensor) -> Tensor:
         """A tensor of the parameter's shape on every rank, from all ranks' pieces; all ranks together."""
         piece = self.piece(name)
-        full = torch.zeros(self.shape(name).numel(), dtype=mine.dtype, device=mine.device)
+        full = torch.zeros(self.shape(name).numel(), dtype=mine.dtype, device=self.device)
         full[piece.start : piece.start + piece.count] = mine
         dist.all_reduce(full)
         return full.view(self.shape(name))
+
+    def frozen_weight(self, name: str) -> Tensor:
+        """A copy of a frozen parameter, whole; all ranks together."""
+        from deepspeed.runtime.zero.partition_parameters import GatheredParameters
+
+        with GatheredParameters([self.frozen[name]], enabled=self.partitioned):
+            return self.frozen[name].detach().clone()
+
+    # -- from a checkpoint
+
+    def set_value(self, name: str, whole: Tensor, key: str = "") -> None:
+        """Take this rank's piece of a master weight or optimizer state from a whole tensor."""
+        param, piece = self.params[name], self.piece(name)
+        mine = whole.flatten()[piece.start : piece.start + piece.count]
+        if self.partitioned:  # with the padding of the last rank; DeepSpeed writes it to NVMe where it belongs
+            padded = torch.zeros(param.partition_numel(), dtype=mine.dtype, device=mine.device)
+            padded[: piece.count] = mine
+            self.zero.set_local_hp_param(padded, param, key or None)
+        elif piece.count:
+            self.value(name, key).copy_(mine)
+
+    def set_frozen(self, name: str, whole: Tensor) -> None:
+        """Set a frozen parameter; all ranks together."""
+        from deepspeed.runtime.zero.partition_parameters import GatheredParameters
+
+        with GatheredParameters([self.frozen[name]], modifier_rank=0, enabled=self.partitioned), torch.no_grad():
+            self.frozen[name].copy_(whole)
+
+    def masters_changed(self) -> None:
+        """Bring the weights that forward uses up to date with the masters; all ranks together."""
+        if not self.partitioned:
+            self.zero.update_lp_params()
+            return
+        self.zero._partition_all_parameters()
+        for index in range(len(self._masters)):
+            self.zero._reassign_or_swap_out_partitioned_parameters(index)
+        whole = self.zero.persistent_parameters
+        if whole:
+            whole[0].all_gather(whole)
+
+    @property
+    def device(self) -> torch.device:
+        """Where the model computes."""
+        return torch.device(self.engine.device)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Format of master weights and optimizer state."""
+        return torch.float64 if self.wide else torch.float32
+
+    def close(self) -> None:
+        """Take DeepSpeed's hooks off the module and drop its buffers."""
+        self.engine.destroy()

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import datetime
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
@@ -41,6 +41,8 @@ class Mesh:
     forward: Link
     backward: Link
     traffic: Traffic
+    closing: list[Callable[[], None]] = field(default_factory=list)
+    """What is to be ended before the groups are, the last one first."""
 
     @property
     def world_size(self) -> int:
@@ -101,7 +103,9 @@ def build_mesh(plan: Plan, layout: Layout, rank: int, store: dist.Store | None, 
 
 
 def close_mesh(mesh: Mesh) -> None:
-    """End the groups of this rank."""
+    """End the groups of this rank, and before them what works with them."""
+    while mesh.closing:
+        mesh.closing.pop()()
     for link in (mesh.forward, mesh.backward):
         link.drop()
     if dist.is_initialized():

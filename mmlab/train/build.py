@@ -11,6 +11,7 @@ from mmlab.parallel.mesh import Mesh
 from mmlab.plan.layout import Layout, Place
 from mmlab.plan.schedule import Op, build_schedule
 from mmlab.plan.schema import Plan
+from mmlab.train.deepspeed_build import ZeroModel
 from mmlab.train.optim import Optimizer
 from mmlab.train.precision import master_dtype
 
@@ -39,6 +40,9 @@ class Built:
     reducer: Reducer
     optimizer: Optimizer
     ops: list[Op]
+    zero: ZeroModel | None = None
+    """With engine = "deepspeed": the modules that it holds. The other fields are then about the rest alone, but `part`
+    is the whole model."""
 
 
 def is_tied_copy(plan: Plan, place: Place, name: str) -> bool:
@@ -70,8 +74,21 @@ def _bucket_bytes(plan: Plan) -> dict[str, float]:
 
 def build(plan: Plan, mesh: Mesh) -> Built:
     """Make this rank's part; the order of what is applied is the order of these lines."""
+    if plan.parallel.engine == "deepspeed":
+        return _build_deepspeed(plan, mesh)
     part = build_part(plan, part_of(plan, mesh.layout, mesh.place), mesh.tp, master_dtype(plan), mesh.device)
     init_from(part, plan)
     trained = _trained(plan, mesh, part)
     reducer = Reducer(trained, mesh.reductions, _bucket_bytes(plan), mesh.tp.group, mesh.traffic)
     return Built(part, trained, reducer, Optimizer(plan, trained), build_schedule(plan).ops[mesh.place.rank])
+
+
+def _build_deepspeed(plan: Plan, mesh: Mesh) -> Built:
+    """The same under DeepSpeed, which holds some modules or all; what it does not hold is mmlab's own."""
+    zero = ZeroModel(plan, mesh)
+    held = {*zero.engine.params, *zero.engine.frozen}
+    trained = [t for t in _trained(plan, mesh, zero.part) if t.name not in held]
+    reducer = Reducer(trained, mesh.reductions, _bucket_bytes(plan), mesh.tp.group, mesh.traffic)
+    kinds = ("forward", "backward", "reduce", "norm", "update")  # encoding is part of the one forward
+    ops = [op for op in build_schedule(plan).ops[mesh.place.rank] if op.kind in kinds]
+    return Built(zero.part, trained, reducer, Optimizer(plan, trained), ops, zero)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -14,7 +15,7 @@ from mmlab.data.manifest import StepManifest
 from mmlab.data.packed import PackedText
 from mmlab.errors import RunFailed
 from mmlab.messages import AXES, PHASES
-from mmlab.parallel.gradients import reduce_tied
+from mmlab.parallel.gradients import local_tensor, reduce_tied
 from mmlab.parallel.mesh import Mesh
 from mmlab.parallel.pipeline import Handler, forward_ops, run_ops
 from mmlab.parallel.watch import Watch
@@ -77,6 +78,16 @@ class Ride:
     next_size: int = 0
 
 
+class Inspected(Protocol):
+    """Whose tensors a test of correctness looks at, between reduction and clipping."""
+
+    def gradients(self) -> dict[str, Tensor]:
+        """This rank's part of the reduced gradients, by global name."""
+
+    def weights(self) -> dict[str, Tensor]:
+        """This rank's part of the weights, by global name."""
+
+
 class HybridStep:
     """Runs steps of one rank: pipeline, exchange, reductions, clipping, update."""
 
@@ -118,7 +129,7 @@ class HybridStep:
             link.flush()
 
     def train(
-        self, plan: Plan, step: int, batch: StepInput, ride: Ride, inspect: Callable[[Built], None] | None = None
+        self, plan: Plan, step: int, batch: StepInput, ride: Ride, inspect: Callable[[Inspected], None] | None = None
     ) -> StepResult:
         """Forward, backward, reduction, clipping and update of one step.
 
@@ -131,23 +142,43 @@ class HybridStep:
         def norm(_: Op) -> None:
             self.flush()
             if inspect is not None:
-                inspect(self.built)
+                inspect(self)
             state["result"] = self._norm(plan, batch, ride)
 
         def update(_: Op) -> None:
             result = state["result"]
-            if plan.train.clip_norm:  # torch.nn.utils.clip_grad_norm_'s formula
-                self.built.reducer.scale(min(1.0, plan.train.clip_norm / (result.grad_norm_total + 1e-6)))
-            result.lr = self.built.optimizer.step(plan, step, self.built.reducer.grads)
+            norm, limit = result.grad_norm_total, plan.train.clip_norm
+            factor = min(1.0, limit / (norm + 1e-6)) if limit else 1.0  # torch.nn.utils.clip_grad_norm_'s formula
+            result.lr = self._update(plan, step, factor)
 
         handlers = self._handlers | {
-            "reduce": lambda _: self.built.reducer.finish(),
+            "reduce": lambda _: self._reduce(),
             "reduce_embedding": lambda _: self._reduce_embedding(),
             "norm": norm,
             "update": update,
         }
         run_ops(self.built.ops, handlers, self.watch)
         return state["result"]
+
+    def gradients(self) -> dict[str, Tensor]:
+        """This rank's part of the reduced gradients, by global name."""
+        return self.built.reducer.grads
+
+    def weights(self) -> dict[str, Tensor]:
+        """This rank's part of the weights, by global name."""
+        return {name: local_tensor(param) for name, param in self.built.part.named_parameters()}
+
+    def _reduce(self) -> None:
+        self.built.reducer.finish()
+
+    def _squares(self) -> Tensor:
+        """This rank's share of the squared gradient norm of each module, float64 [len(MODULES)]."""
+        return self.built.reducer.squared_norms(MODULES)
+
+    def _update(self, plan: Plan, step: int, factor: float) -> dict[str, float]:
+        """Multiply the gradients (clipping) and apply them; returns the learning rates."""
+        self.built.reducer.scale(factor)
+        return self.built.optimizer.step(plan, step, self.built.reducer.grads)
 
     def forward(self, batch: StepInput, microbatches: int) -> float:
         """The forward half alone, without gradients; returns this rank's sum of losses (0 except on last stages)."""
@@ -169,7 +200,7 @@ class HybridStep:
         with self.watch.timed("data"):
             for position in ride.next_bad():
                 bad[position] = 1.0
-        norms = self.built.reducer.squared_norms(MODULES)
+        norms = self._squares()
         loss = self.stage.loss_sum.view(1) if self.stage and self.mesh.place.tp == 0 else torch.zeros(1).double()
         flag = torch.tensor([float(ride.commands())], dtype=torch.float64)
         columns = len(PHASES) + len(AXES) + 2 * len(MODULES)
