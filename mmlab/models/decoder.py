@@ -207,7 +207,7 @@ class DecoderStage(nn.Module):
         assert self.model.embed_tokens is not None
         hidden = vocab_parallel_embedding(text.input_ids, local(self.model.embed_tokens.weight), self.tp)
         hidden = hidden.to(self.dtype)
-        if image_tokens is None or image_tokens.numel() == 0:
+        if image_tokens is None or not (image_tokens.numel() or image_tokens.requires_grad):
             return hidden
         return hidden.index_copy(0, text.image_positions, image_tokens.reshape(-1, hidden.shape[-1]).to(self.dtype))
 

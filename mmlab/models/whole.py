@@ -15,8 +15,8 @@ from mmlab.models.layers import Table
 class Whole(nn.Module):
     """The model of one rank; only the modules named in `inside` are registered, so only these does the engine see.
 
-    With `accompany` a microbatch without images still runs the encoder, on one black tile that has no part in the
-    loss: its gradients are then zeros, not absent, and every rank calls its modules in the same order. The engine
+    With `accompany` a microbatch without images still runs the encoder, on one black tile of which no row is used:
+    gradients are then zeros, not absent, and every rank calls its modules in the same order, backward too. The engine
     communicates as modules are called and gradients arrive, so ranks that differ there would wait for each other.
     """
 
@@ -51,12 +51,11 @@ class Whole(nn.Module):
         """
         (part,) = self._all
         assert part.language is not None
-        unused: Tensor | None = None
         if pixels is not None and pixels.shape[0]:
             tokens = part.image_tokens(pixels)
         elif tokens is None and self.accompany:
             black = torch.zeros(1, 3, self.image_size, self.image_size, device=next(self.parameters()).device)
-            unused = part.image_tokens(black)[:0]
+            tokens = part.image_tokens(black)[:0]
         if text is None:
             assert tokens is not None
             return tokens
@@ -65,4 +64,4 @@ class Whole(nn.Module):
             logits: Tensor = part.language.logits(hidden[ends])
             return logits
         loss: Tensor = part.language.loss(hidden, text.targets)
-        return loss if unused is None else loss + unused.sum()
+        return loss
