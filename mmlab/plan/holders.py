@@ -1,0 +1,25 @@
+"""How many ranks hold a copy of each module's parameters, and whether they share them out (ZeRO)."""
+
+from __future__ import annotations
+
+from mmlab.plan.schema import Plan
+
+
+def shared(plan: Plan, module: str) -> bool:
+    """Whether the plan asks to share a module (vision, projector, language) out over the ranks that hold it.
+
+    zero1 and zero2 share out what training adds, so a frozen module stays whole with them.
+    """
+    p = plan.parallel
+    if p.sharding == "none" or getattr(plan.sharding, module) == "whole":
+        return False
+    return p.sharding == "zero3" or not getattr(plan.train, module).frozen
+
+
+def holders(plan: Plan, module: str) -> int:
+    """Ranks that hold a copy of the same parameters of a module and see different data."""
+    p = plan.parallel
+    copies = p.dp * p.cp
+    if module == "language" or (module == "projector" and p.projector == "first_stage") or p.vision == "first_stage":
+        return copies
+    return p.vision_dp if p.vision == "own_ranks" else plan.world_size
