@@ -228,6 +228,13 @@ class DecoderStage(nn.Module):
             hidden = run_block(block, self.recompute, hidden, sequences)
         return hidden if finish is None else finish(hidden)
 
+    def chains(self) -> list[list[nn.Module]]:
+        """What can be gathered piece by piece, in the order in which it runs: blocks, and before them the table, unless
+        the head shares it."""
+        blocks: list[nn.Module] = list(self.model.layers.values())
+        table = self.model.embed_tokens
+        return [blocks if table is None or self.config.tied_embeddings else [table, *blocks]]
+
     def _embed(self, text: PackedText, image_tokens: Tensor | None) -> Tensor:
         """[T, D]: rows of the table, with image tokens where their placeholders stand."""
         assert self.model.embed_tokens is not None

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from itertools import pairwise
 from typing import Any, cast
 
@@ -22,6 +23,11 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
 from torch.distributed.tensor import DTensor, Placement, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
+
+from mmlab.parallel.traffic import Traffic
+from mmlab.plan.holders import shared
+from mmlab.plan.layout import Layout
+from mmlab.plan.schema import MODULES
 
 
 @dataclass(frozen=True)
@@ -54,8 +60,50 @@ class ShardGroup:
         return DTensor.from_local(rows, self.grid, (first, tensor_dim), shape=param.shape, stride=param.stride())
 
 
+def shard_groups(
+    layout: Layout, rank: int, device: torch.device, tp_group: dist.ProcessGroup | None, timeout: timedelta
+) -> dict[str, ShardGroup]:
+    """The rank's group for each module that the plan shares out; all ranks together make all groups.
+
+    They are groups of their own: FSDP2 and the reducer of what is whole must not depend on each other's order.
+    """
+    plan = layout.plan
+    found: dict[str, ShardGroup] = {}
+    for module in MODULES:
+        if plan.parallel.engine != "native" or not shared(plan, module):
+            continue
+        for ranks in layout.copies(module):
+            group = dist.new_group(ranks, timeout=timeout)
+            if rank in ranks:
+                found[module] = _shard_group(
+                    layout, rank, ranks, group, device, tp_group if module == "language" else None
+                )
+    return found
+
+
+def _shard_group(
+    layout: Layout,
+    rank: int,
+    ranks: list[int],
+    group: dist.ProcessGroup,
+    device: torch.device,
+    tp_group: dist.ProcessGroup | None,
+) -> ShardGroup:
+    if tp_group is None:
+        mesh = DeviceMesh.from_group(group, device.type, mesh_dim_names=("dp",))
+        return ShardGroup(group, ranks.index(rank), len(ranks), mesh, mesh)
+    # FSDP2 joins the two meshes, which must be slices of one. Tensor ranks are neighbours.
+    first = [other - layout.place(rank).tp for other in ranks]
+    table = [[start + tp for tp in range(layout.plan.parallel.tp)] for start in first]
+    grid = DeviceMesh.from_group([group, tp_group], device.type, mesh=table, mesh_dim_names=("dp", "tp"))
+    return ShardGroup(group, ranks.index(rank), len(ranks), grid["dp"], grid)
+
+
 class _Gathers(AllGather):
-    """All-gathers that go on while the rank computes: FSDP2 has streams for that on CUDA, nothing on CPU."""
+    """Counted all-gathers; on CPU they go on while the rank computes (on CUDA FSDP2 has streams for that)."""
+
+    def __init__(self, traffic: Traffic, on_cpu: bool) -> None:
+        self.traffic, self.on_cpu = traffic, on_cpu
 
     def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Memory for what is gathered."""
@@ -65,16 +113,19 @@ class _Gathers(AllGather):
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
     ) -> dist.Work | None:
         """Start; FSDP2 waits before it uses the result."""
-        return dist.all_gather_into_tensor(output_tensor, input_tensor, group=group, async_op=True)
+        self.traffic.add("sharding", input_tensor)
+        return dist.all_gather_into_tensor(output_tensor, input_tensor, group=group, async_op=async_op or self.on_cpu)
 
 
 class _Reductions(ReduceScatter):
-    """Reduce-scatters that go on while backward does. `wait` ends them all.
+    """Counted reduce-scatters; `started` says whether they go on while backward does, until `wait`.
 
-    Only where gradients are summed once a step: FSDP2 would add a second one to the first as soon as it has started.
+    That is for CPU, and only where gradients are summed once a step: FSDP2 would add a second one to the first as soon
+    as it has started.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, traffic: Traffic, started: bool) -> None:
+        self.traffic, self.started = traffic, started
         self._pending: list[tuple[dist.Work, Tensor]] = []
 
     def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -89,10 +140,13 @@ class _Reductions(ReduceScatter):
         op: Any,
         async_op: bool = False,
     ) -> dist.Work | None:
-        """Start."""
-        work = dist.reduce_scatter_tensor(output_tensor, input_tensor, op=op, group=group, async_op=True)
-        assert work is not None
-        self._pending.append((work, input_tensor))
+        """Sum, or start to."""
+        self.traffic.add("sharding", input_tensor)
+        work = dist.reduce_scatter_tensor(
+            output_tensor, input_tensor, op=op, group=group, async_op=async_op or self.started
+        )
+        if self.started and work is not None:
+            self._pending.append((work, input_tensor))
         return work
 
     def wait(self) -> None:
@@ -110,6 +164,7 @@ class Sharded:
         chains: submodules that are gathered one by one, in the order in which they run: while one computes, the next is
             on its way. What is left of `module` is one more unit, gathered while `module` runs.
         shards: the ranks.
+        traffic: where bytes are counted.
         keep: keep what is gathered until the last backward of a step (zero2) rather than gather it anew (zero3).
         each: sum gradients after every backward rather than once a step.
     """
@@ -119,26 +174,25 @@ class Sharded:
         module: nn.Module,
         chains: Sequence[Sequence[nn.Module]],
         shards: ShardGroup,
+        traffic: Traffic,
         *,
         keep: bool,
-        each: bool = False,
+        each: bool,
     ) -> None:
         self.keep, self.each = keep, each
         units = [fully_shard(unit, mesh=shards.mesh, reshard_after_forward=not keep) for c in chains for unit in c]
         # What the module itself holds (table, final norm) is needed again as soon as backward begins.
         self.module = fully_shard(module, mesh=shards.mesh, reshard_after_forward=not (keep or units))
         self.units: list[FSDPModule] = [self.module, *units]
-        self._reductions = _Reductions()
         on_cpu = shards.mesh.device_type == "cpu"
+        self._reductions = _Reductions(traffic, started=on_cpu and not each)
         for unit in self.units:
             # The loss is a sum over the global count (decision 7): gradients are summed, and without this FSDP2 asks
             # for a product with 1.0 that gloo does not have.
             unit.set_gradient_divide_factor(1.0)
             unit.set_force_sum_reduction_for_comms(True)
-            if on_cpu:
-                unit.set_custom_all_gather(_Gathers())
-                if not each:
-                    unit.set_custom_reduce_scatter(self._reductions)
+            unit.set_custom_all_gather(_Gathers(traffic, on_cpu))
+            unit.set_custom_reduce_scatter(self._reductions)
         self.module.set_reduce_scatter_unused_params(True)  # the same reductions on ranks with and without an image
         for chain in chains:
             for before, after in pairwise(cast(Sequence[FSDPModule], chain)):

@@ -116,6 +116,13 @@ class Layout:
         """Gradient reduction of the language model: same stage, cp and tp."""
         return [[self.rank_of(**at, **to) for to in self._grid("dp")] for at in self._grid("pp", "cp", "tp")]
 
+    def copies(self, module: str) -> list[list[int]]:
+        """Groups of ranks that hold the same parameters of a module (vision, projector, language) and see other data."""
+        beside = module == "projector" and self.plan.parallel.projector == "vision"
+        if module == "vision" or beside:
+            return [self.vision_group]
+        return [[self.rank_of(**at, **to) for to in self._grid("dp", "cp")] for at in self._grid("pp", "tp")]
+
     @cached_property
     def pipelines(self) -> list[list[int]]:
         """Ranks of each pipeline from first to last stage: same replica, cp and tp."""

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 
 from mmlab.models.build import Part, PartModel, build_part
+from mmlab.models.parallelize import shard_part
 from mmlab.models.weights import init_from
-from mmlab.parallel.gradients import Reducer, Trained, is_sharded, local_tensor
+from mmlab.parallel.gradients import Reducer, Trained, local_tensor, split_over_tp
 from mmlab.parallel.mesh import Mesh
+from mmlab.parallel.sharding import Sharded
 from mmlab.plan.layout import Layout, Place
 from mmlab.plan.schedule import Op, build_schedule
 from mmlab.plan.schema import Plan
@@ -38,6 +41,7 @@ class Built:
     reducer: Reducer
     optimizer: Optimizer
     ops: list[Op]
+    sharded: dict[str, Sharded]
 
 
 def is_tied_copy(plan: Plan, place: Place, name: str) -> bool:
@@ -45,7 +49,7 @@ def is_tied_copy(plan: Plan, place: Place, name: str) -> bool:
     return name == EMBEDDING and plan.model.language.tied_embeddings and place.role == "language" and place.pp > 0
 
 
-def _trained(plan: Plan, mesh: Mesh, part: PartModel) -> list[Trained]:
+def _trained(plan: Plan, mesh: Mesh, part: PartModel, sharded: Collection[str]) -> list[Trained]:
     place = mesh.place
     first_replica = place.vision == 0 if place.role == "vision" else place.dp == 0
     trained = []
@@ -54,9 +58,9 @@ def _trained(plan: Plan, mesh: Mesh, part: PartModel) -> list[Trained]:
         if getattr(plan.train, module).frozen:
             param.requires_grad_(False)
             continue
-        once = is_sharded(param) or place.role == "vision" or place.tp == 0  # replicas over tp are equal
-        counted = first_replica and once and not is_tied_copy(plan, place, name)
-        trained.append(Trained(name, param, local_tensor(param), module, counted))
+        once = split_over_tp(param) or place.role == "vision" or place.tp == 0  # replicas over tp are equal
+        counted = (first_replica or module in sharded) and once and not is_tied_copy(plan, place, name)
+        trained.append(Trained(name, param, local_tensor(param), module, counted, sharded=module in sharded))
     return trained
 
 
@@ -71,6 +75,8 @@ def build(plan: Plan, mesh: Mesh) -> Built:
     """Make this rank's part; the order of what is applied is the order of these lines."""
     part = build_part(plan, part_of(plan, mesh.layout, mesh.place), mesh.tp, master_dtype(plan), mesh.device)
     init_from(part, plan)
-    trained = _trained(plan, mesh, part)
+    sharded = shard_part(plan, part, mesh.shards, mesh.traffic)
+    trained = _trained(plan, mesh, part, sharded)
     reducer = Reducer(trained, mesh.reductions, _bucket_bytes(plan), mesh.tp.group, mesh.traffic)
-    return Built(part, trained, reducer, Optimizer(plan, trained), build_schedule(plan).ops[mesh.place.rank])
+    optimizer = Optimizer(plan, trained, mesh.shards)
+    return Built(part, trained, reducer, optimizer, build_schedule(plan).ops[mesh.place.rank], sharded)

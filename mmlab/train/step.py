@@ -98,9 +98,13 @@ class HybridStep:
         beside = kind == "encode_backward"
         names = [t.name for t in self.built.trained if (t.module in modules) == beside]
 
+        sharded = [s for name, s in self.built.sharded.items() if (name in modules) == beside]
+
         def handle(op: Op) -> None:
             if op == last:
                 self.built.reducer.arm(names)
+            for module in sharded:
+                module.before_backward(last=op == last)
             handler(op)
 
         return handle
@@ -128,8 +132,13 @@ class HybridStep:
         self._begin(batch)
         state: dict[str, StepResult] = {}
 
+        def reduce(_: Op) -> None:
+            self.end_sharded()
+            self.built.reducer.finish()
+
         def norm(_: Op) -> None:
             self.flush()
+            self.end_sharded()  # also where nothing trains and so nothing was reduced
             if inspect is not None:
                 inspect(self.built)
             state["result"] = self._norm(plan, batch, ride)
@@ -141,7 +150,7 @@ class HybridStep:
             result.lr = self.built.optimizer.step(plan, step, self.built.reducer.grads)
 
         handlers = self._handlers | {
-            "reduce": lambda _: self.built.reducer.finish(),
+            "reduce": reduce,
             "reduce_embedding": lambda _: self._reduce_embedding(),
             "norm": norm,
             "update": update,
@@ -155,7 +164,13 @@ class HybridStep:
         with torch.no_grad():
             run_ops(forward_ops(self.built.ops, microbatches), self._handlers, self.watch)
             self.flush()
+        self.end_sharded()
         return float(self.stage.loss_sum) if self.stage is not None and self.mesh.place.tp == 0 else 0.0
+
+    def end_sharded(self) -> None:
+        """Wait for gradients that FSDP2 sums, and drop the weights that it has gathered."""
+        for module in self.built.sharded.values():
+            module.finish()
 
     def _reduce_embedding(self) -> None:
         if self.mesh.embedding is not None and EMBEDDING in self.built.reducer.grads:

@@ -15,6 +15,8 @@ AVAILABLE: tuple[tuple[str, tuple[object, ...]], ...] = (
     ("parallel.transfer", ("p2p",)),
     ("parallel.schedule", ("1f1b", "gpipe")),
     ("parallel.engine", ("native",)),
+    ("sharding.vision", ("whole",)),
+    ("sharding.projector", ("whole",)),
     ("offload.mode", ("none",)),
     ("communication.vision.compressor", ("none",)),
     ("communication.language.compressor", ("none",)),
