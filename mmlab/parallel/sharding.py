@@ -45,12 +45,12 @@ class ShardGroup:
     grid: DeviceMesh
 
     def rows(self, count: int) -> tuple[int, int]:
-        """(first, one past last) of this rank's rows among `count`: as torch.chunk cuts, so late ranks may have none."""
+        """(first, one past last) of this rank's rows of `count`: as torch.chunk cuts, so late ranks may have none."""
         share = -(-count // self.size)
         return min(self.rank * share, count), min((self.rank + 1) * share, count)
 
     def placed(self, param: Tensor, rows: Tensor) -> DTensor:
-        """This rank's rows of `param` (or of something of its shape, such as a moment) as a DTensor, as FSDP2 has it."""
+        """This rank's rows of `param`, or of a moment of it, as a DTensor, as FSDP2 has it."""
         if not isinstance(param, DTensor):
             placements: tuple[Placement, ...] = (Shard(0),)
             return DTensor.from_local(rows, self.mesh, placements, shape=param.shape, stride=param.stride())

@@ -19,7 +19,6 @@ def shared(plan: Plan, module: str) -> bool:
 def holders(plan: Plan, module: str) -> int:
     """Ranks that hold a copy of the same parameters of a module and see different data."""
     p = plan.parallel
-    copies = p.dp * p.cp
-    if module == "language" or (module == "projector" and p.projector == "first_stage") or p.vision == "first_stage":
-        return copies
-    return p.vision_dp if p.vision == "own_ranks" else plan.world_size
+    if module == "language" or (module == "projector" and p.projector == "first_stage"):
+        return p.dp * p.cp
+    return {"own_ranks": p.vision_dp, "first_stage": p.dp * p.cp * p.tp, "all_ranks": plan.world_size}[p.vision]
