@@ -21,7 +21,8 @@ class Trained:
 
     `name` global name; `param` the module's parameter (maybe a DTensor); `value` its plain local tensor (same
     storage); `module` vision, projector or language; `counted` whether this rank counts it in gradient norms
-    (replicas, over tp, dp or as a tied copy, count once).
+    (replicas, over tp, dp or as a tied copy, count once); `partial_over_tp` whether the gradient of a replicated
+    parameter is still to be summed over the tensor group, because each rank computes a share of it.
     """
 
     name: str
@@ -29,6 +30,7 @@ class Trained:
     value: Tensor
     module: str
     counted: bool
+    partial_over_tp: bool = False
 
 
 def local_tensor(tensor: Tensor) -> Tensor:
@@ -108,6 +110,14 @@ class GradientBuckets:
         """Multiply all gradients (clipping)."""
         if factor != 1.0 and self.buckets:
             torch._foreach_mul_(self.buckets, factor)
+
+
+def reduce_partial(grads: list[Tensor], group: dist.ProcessGroup) -> None:
+    """Sum gradients of which each tensor-parallel rank has a share over the tensor group, in one call."""
+    if grads:
+        flat = torch.cat([grad.flatten() for grad in grads])
+        dist.all_reduce(flat, group=group)
+        torch._foreach_copy_([grad.view(-1) for grad in grads], list(flat.split([grad.numel() for grad in grads])))
 
 
 def reduce_tied(grad: Tensor, group: dist.ProcessGroup) -> None:

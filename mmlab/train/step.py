@@ -14,7 +14,7 @@ from mmlab.data.manifest import StepManifest
 from mmlab.data.packed import PackedText
 from mmlab.errors import RunFailed
 from mmlab.messages import PHASES
-from mmlab.parallel.gradients import reduce_tied
+from mmlab.parallel.gradients import reduce_partial, reduce_tied
 from mmlab.parallel.mesh import Mesh
 from mmlab.parallel.pipeline import Handler, forward_ops, run_ops
 from mmlab.parallel.watch import Watch
@@ -135,6 +135,9 @@ class HybridStep:
     def _reduce(self) -> None:
         self.built.buckets.collect()
         self.built.buckets.reduce()
+        if self.mesh.tp.group is not None:
+            shares = [self.built.buckets.grads[t.name] for t in self.built.trained if t.partial_over_tp]
+            reduce_partial(shares, self.mesh.tp.group)
 
     def _reduce_embedding(self) -> None:
         if self.mesh.embedding is not None and EMBEDDING in self.built.buckets.grads:
