@@ -42,7 +42,8 @@ WEIGHTS = "model.safetensors"
 ADAPTER_CONFIG = "adapter_config.json"
 ADAPTERS = "adapter_model.safetensors"
 WRAPPED = "base_model.model."
-"""What PEFT's files have before the names of the model that it wraps."""
+"""What PEFT's files have before the names of the wrapped model: those of the live class, which since transformers 5
+lack the prefix that vision checkpoints keep (read by peft 0.21.2, transformers 5.24)."""
 
 
 def init_from(model: PartModel, plan: Plan) -> None:
@@ -193,15 +194,16 @@ def export_weights(folder: Path, plan: Plan, values: Mapping[str, Tensor]) -> li
 def export_adapters(folder: Path, plan: Plan, values: Mapping[str, Tensor]) -> list[Path]:
     """Write the adapters alone, in PEFT's layout; arguments, result and errors as those of `export_weights`.
 
-    Each module with adapters gets adapter_config.json and adapter_model.safetensors, whose names are those of the
-    Hugging Face class behind "base_model.model.". CheckpointError, too, when the plan has no adapters.
+    Each module with adapters gets adapter_config.json and adapter_model.safetensors, to be put on the module's Hugging
+    Face class with the base weights. CheckpointError, too, when the plan has no adapters.
     """
     written = []
     for module in MODULES:
         own = _of_module(plan, module, values)
         factors = {name: value for name, value in own.items() if name.endswith((LORA_A, LORA_B))}
         if factors:
-            tensors = {WRAPPED + name: value for name, value in _their_names(factors).items()}
+            live = {name.removeprefix("vision_model."): value for name, value in _their_names(factors).items()}
+            tensors = {WRAPPED + name: value for name, value in live.items()}
             written.append(_write(folder / module / ADAPTERS, tensors))
             written.append(_write_config(folder / module / ADAPTER_CONFIG, adapter_config(plan, module)))
     if not written:
