@@ -19,7 +19,7 @@ def counted(pool, plan):
 
 
 def formulas(plan, manifest):
-    """Bytes of a step by axis. Megatron-LM section 3: a decoder block costs two all-reduces forward and two backward."""
+    """Bytes of a step by axis. A decoder block costs two all-reduces forward and two backward (Megatron-LM)."""
     p, c = plan.parallel, plan.model.language
     source = DataSource(plan)
     hidden = heads = 0
