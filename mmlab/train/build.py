@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from mmlab.models.build import Part, PartModel, build_part
 from mmlab.models.parallelize import shard_part
+from mmlab.models.sharding import partial_over_tp
 from mmlab.models.weights import init_from
 from mmlab.parallel.gradients import Reducer, Trained, local_tensor, split_over_tp
 from mmlab.parallel.mesh import Mesh
@@ -56,14 +57,14 @@ def _trained(plan: Plan, mesh: Mesh, part: PartModel, sharded: Collection[str]) 
     trained = []
     for name, param in part.named_parameters():
         module = name.split(".", 1)[0]
-        if getattr(plan.train, module).frozen:
-            param.requires_grad_(False)
+        if not param.requires_grad:
             continue
         mine = module in sharded or place.dp == 0  # each rank has rows of its own of what is sharded
         once = mine and (split_over_tp(param) or place.tp == 0)  # replicas over tp are equal
         first = module in sharded or place.vision == 0
         counted = first if module in beside else once and not is_tied_copy(plan, place, name)
-        trained.append(Trained(name, param, local_tensor(param), module, counted, sharded=module in sharded))
+        partial = mesh.tp.size > 1 and partial_over_tp(name)
+        trained.append(Trained(name, param, local_tensor(param), module, counted, partial, module in sharded))
     return trained
 
 
