@@ -153,6 +153,25 @@ class Layout:
         """First and last stage of each pipeline, which share the embedding table; none with a single stage."""
         return [[pipe[0], pipe[-1]] for pipe in self.pipelines] if self.plan.parallel.pp > 1 else []
 
+    def groups(self, axis: str) -> list[list[int]]:
+        """The ranks that talk to each other on an axis of `mmlab.messages.AXES`; groups of one are left out.
+
+        KeyError for an unknown axis.
+        """
+        beside = self.plan.parallel.projector == "vision"
+        groups = {
+            "tp": self.tp_groups,
+            "cp": self.cp_groups,
+            "pp": self.pipelines,
+            "tokens": [sorted({*self.vision_ranks, *self.stage_ranks(0)})],
+            "vision": [self.vision_group],
+            "projector": [self.vision_group] if beside else self.dp_groups,
+            "language": self.dp_groups,
+            "sharding": self.dp_groups,
+            "embedding": self.embedding_groups,
+        }
+        return [group for group in groups[axis] if len(group) > 1]
+
     def group_of(self, groups: list[list[int]], rank: int) -> list[int]:
         """The group among `groups` that holds a rank; empty where none does."""
         return next((group for group in groups if rank in group), [])

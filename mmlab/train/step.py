@@ -47,9 +47,9 @@ class StepInput:
 class StepResult:
     """What a step gave, equal on every rank.
 
-    Empty without telemetry: `phases` [world][phase] seconds; `traffic[axis]` bytes that all ranks together handed to
-    communication since the step before reported; `communication[module]` (seconds, exposed): how long the module's
-    gradients were under way and how long of it a rank waited, each on the rank where it was longest.
+    Empty without telemetry: `phases` [world][phase] seconds; `traffic[axis]` bytes that each of `layout.groups(axis)`
+    handed to communication since the step before reported; `communication[module]` (seconds, exposed): how long the
+    module's gradients were under way and how long of it a rank waited, each on the rank where it was longest.
     """
 
     loss: float
@@ -60,7 +60,7 @@ class StepResult:
     commands: bool
     next_bad: frozenset[int]
     phases: list[list[float]]
-    traffic: dict[str, int]
+    traffic: dict[str, list[int]]
     communication: dict[str, tuple[float, float]]
 
 
@@ -82,6 +82,7 @@ class HybridStep:
 
     def __init__(self, plan: Plan, mesh: Mesh, built: Built, watch: Watch) -> None:
         self.plan, self.mesh, self.built, self.watch = plan, mesh, built, watch
+        self._groups = {axis: mesh.layout.groups(axis) for axis in AXES}
         self.encoder = EncoderRunner(plan, mesh, built.part) if mesh.place.vision >= 0 else None
         self.stage = StageRunner(plan, mesh, built.part) if mesh.place.role == "language" else None
         self._handlers: dict[str, Handler] = {}
@@ -215,13 +216,16 @@ class HybridStep:
             communication=communication,
         )
 
-    @staticmethod
-    def _reported(rows: Tensor) -> tuple[list[list[float]], dict[str, int], dict[str, tuple[float, float]]]:
+    def _reported(self, rows: Tensor) -> tuple[list[list[float]], dict[str, list[int]], dict[str, tuple[float, float]]]:
         """Phases, traffic and communication from the ranks' rows; empty without telemetry."""
         if not rows.shape[0]:
             return [], {}, {}
         phases, traffic, seconds, exposed = rows.split((len(PHASES), len(AXES), len(MODULES), len(MODULES)), dim=1)
-        sums = {axis: int(b) for axis, b in zip(AXES, traffic.sum(0).tolist(), strict=True) if b}
+        sums = {
+            axis: [int(column[group].sum()) for group in self._groups[axis]]
+            for axis, column in zip(AXES, traffic.unbind(1), strict=True)
+            if column.any()
+        }
         longest = zip(MODULES, seconds.amax(0).tolist(), exposed.amax(0).tolist(), strict=True)
         return phases.tolist(), sums, {m: (s, e) for m, s, e in longest if s}
 
