@@ -8,6 +8,7 @@ deepspeed is imported here alone, and only when a rank makes an engine: the impo
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -41,7 +42,11 @@ class Backend:
     def __init__(self, device: torch.device, local_rank: int) -> None:
         import deepspeed
         from deepspeed.accelerator import get_accelerator, set_accelerator
+        from deepspeed.runtime.zero.partition_parameters import Init
 
+        # ZeRO-3 numbers parameters on and on and compares the numbers of all ranks: processes that have trained other
+        # plans before must not differ.
+        Init.param_id = 0
         self._local_rank = os.environ.get("LOCAL_RANK")
         os.environ["LOCAL_RANK"] = str(local_rank)  # read from there all along
         self._before = get_accelerator()
@@ -119,12 +124,14 @@ class ZeroEngine:
 
     `groups` are AdamW's parameter groups (`params`, `lr`, `betas`, ... and `module`, a name of ours); frozen
     parameters are in none. `external` are parameters that are used outside the forward of the module that holds
-    them (tables that are only looked up): ZeRO-3 gathers them with the whole.
+    them (tables that are only looked up): ZeRO-3 gathers them with the whole. With `once` the gradients of a step are
+    kept whole and reduced at its end, else after each backward.
     """
 
     def __init__(
-        self, module: nn.Module, groups: list[dict[str, Any]], config: Mapping[str, Any], external: list[nn.Parameter]
-    ) -> None:
+        self, module: nn.Module, groups: list[dict[str, Any]], config: Mapping[str, Any],
+        external: list[nn.Parameter], *, once: bool,
+    ) -> None:  # fmt: skip
         from deepspeed.runtime.config import DeepSpeedConfig
         from deepspeed.runtime.zero.partition_parameters import register_external_parameter
 
@@ -134,8 +141,13 @@ class ZeroEngine:
             args=None, model=module, model_parameters=groups, config=settings, config_class=DeepSpeedConfig(settings)
         )
         self.zero = self.engine.optimizer
+        self.once, self._collecting = once, None
+        if once:
+            self.engine.set_gradient_accumulation_boundary(True)
         self.partitioned = self.engine.zero_optimization_stage() == 3
         if self.partitioned:
+            for number, part in enumerate(module.modules()):
+                part.ds_id = number  # type: ignore[assignment]  # numbered on and on as well
             for param in external:
                 register_external_parameter(module, param)
         self.params = {name: param for name, param in module.named_parameters() if param.requires_grad}
@@ -154,9 +166,22 @@ class ZeroEngine:
         # ZeRO-3 can only average over ranks: undone here, in all stages alike.
         self.engine.backward(loss * dist.get_world_size(), scale_wrt_gas=False)
 
+    def begin_step(self) -> None:
+        """Before the first backward of a step."""
+        if self.once:
+            self._collecting = self.engine.coalesce_grad_reduction()
+            self._collecting.__enter__()
+
     def next_microbatch(self) -> None:
-        """Between two microbatches of a step."""
-        self.engine.step()
+        """Between two backwards of a step."""
+        if not self.once:
+            self.engine.step()
+
+    def end_step(self) -> None:
+        """After the last backward of a step: gradients are reduced then."""
+        if self._collecting is not None:
+            self._collecting.__exit__(None, None, None)
+            self._collecting = None
 
     def update(self, rates: Mapping[str, float], decays: Mapping[str, float], factor: float) -> None:
         """Multiply all gradients with `factor` (clipping) and update with each module's rate and decay."""
@@ -313,3 +338,11 @@ class ZeroEngine:
     def close(self) -> None:
         """Take DeepSpeed's hooks off the module and drop its buffers."""
         self.engine.destroy()
+
+    def abandon(self) -> None:
+        """End a step that broke off. Its gradients would be reduced wherever the open context is dropped, so this
+        comes after the backend's end, when that can only fail, at once."""
+        if self._collecting is not None:
+            with contextlib.suppress(Exception):
+                self._collecting.gen.close()
+            self._collecting = None

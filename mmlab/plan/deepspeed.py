@@ -62,6 +62,12 @@ def inside(plan: Plan) -> tuple[str, ...]:
     return tuple(m for m in MODULES if m not in outside(plan))
 
 
+def reduces_once(plan: Plan) -> bool:
+    """Whether ZeRO-2 and 3 keep gradients whole over the microbatches of a step and reduce them once (`sharding.reduce`);
+    ZeRO-1 always does, by itself."""
+    return stage(plan) > 1 and plan.parallel.microbatches > 1 and plan.sharding.reduce == "step"
+
+
 def persistence_threshold(plan: Plan) -> int:
     """Elements up to which ZeRO-3 keeps a parameter whole."""
     kept = [largest_parameter(plan, m) for m in KEPT_WHOLE if m in inside(plan)]

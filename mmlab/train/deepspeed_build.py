@@ -55,7 +55,8 @@ class ZeroModel:
         names = {id(p) for p in whole.parameters()}
         self.outside = [(n, p) for n, p in self.part.named_parameters() if id(p) not in names]
         """Parameters that DeepSpeed does not hold."""
-        self.engine = ZeroEngine(whole, parameter_groups(plan, whole), settings.config(plan), whole.tables())
+        groups, once = parameter_groups(plan, whole), settings.reduces_once(plan)
+        self.engine = ZeroEngine(whole, groups, settings.config(plan), whole.tables(), once=once)
         self.rank, self.world = mesh.place.rank, mesh.world_size
 
     def close(self) -> None:
@@ -64,6 +65,8 @@ class ZeroModel:
         if engine is not None:
             engine.close()
         self.backend.close()
+        if engine is not None:
+            engine.abandon()
 
     def whole_tensors(self, what: str) -> dict[str, Tensor]:
         """Whole "grads" or "weights" of what DeepSpeed holds, on every rank; all ranks together."""

@@ -66,10 +66,14 @@ class WholeStage:
         self._losses[op.microbatch] = loss
 
     def backward(self, op: Op) -> None:
-        """Backward of a microbatch; ZeRO-2 and 3 reduce its gradients meanwhile, ZeRO-1 those of the step at its end."""
+        """Backward of a microbatch; DeepSpeed reduces gradients after each or after the last, as the plan says."""
+        if op.microbatch == 0:
+            self.engine.begin_step()
         self.engine.backward(self._losses.pop(op.microbatch) / self.total_targets)
         if op.microbatch < self.plan.parallel.microbatches - 1:
             self.engine.next_microbatch()
+        else:
+            self.engine.end_step()
 
     # -- what the model writes
 

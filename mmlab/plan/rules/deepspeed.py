@@ -18,6 +18,7 @@ NEEDED: tuple[tuple[str, object, str], ...] = (
     ("parallel.cp", 1, "the whole model is on every rank"),
     ("parallel.sp", False, "there is no tensor group to split sequences over"),
     ("parallel.schedule", "1f1b", "each microbatch goes forward and backward before the next"),
+    ("sharding.language", "layer", "DeepSpeed gathers module by module"),
     ("communication.vision.compressor", "none", "DeepSpeed reduces gradients itself"),
     ("communication.language.compressor", "none", "DeepSpeed reduces gradients itself"),
 )
