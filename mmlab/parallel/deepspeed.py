@@ -50,11 +50,11 @@ class Backend:
         self._local_rank = os.environ.get("LOCAL_RANK")
         os.environ["LOCAL_RANK"] = str(local_rank)  # read from there all along
         self._before = get_accelerator()
+        backend = "gloo" if device.type == "cpu" else "nccl"
         if not dist.is_initialized():  # a plan of one rank
-            dist.init_process_group("gloo" if device.type == "cpu" else "nccl", store=dist.HashStore(), rank=0, world_size=1)
+            dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
         if device.type == "cpu":
             set_accelerator(_plain_cpu())
-        backend = "gloo" if device.type == "cpu" else "nccl"
         deepspeed.init_distributed(dist_backend=backend, auto_mpi_discovery=False, verbose=False, timeout=GROUP_TIMEOUT)
 
     def close(self) -> None:
@@ -80,7 +80,7 @@ class Backend:
 def _plain_cpu() -> Any:
     from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
 
-    class PlainCpu(CPU_Accelerator):  # type: ignore[misc]
+    class PlainCpu(CPU_Accelerator):
         """DeepSpeed's CPU without what it would have to compile."""
 
         def create_op_builder(self, op_name: str) -> Any:
@@ -102,7 +102,7 @@ def _engine_class(wide: bool) -> Any:
     if not wide:
         return DeepSpeedEngine
 
-    class WideEngine(DeepSpeedEngine):  # type: ignore[misc]
+    class WideEngine(DeepSpeedEngine):
         """The same engine in float64 (`mmlab verify`)."""
 
         communication_data_type = torch.float64
@@ -141,7 +141,8 @@ class ZeroEngine:
             args=None, model=module, model_parameters=groups, config=settings, config_class=DeepSpeedConfig(settings)
         )
         self.zero = self.engine.optimizer
-        self.once, self._collecting = once, None
+        self.once = once
+        self._collecting: Any = None
         if once:
             self.engine.set_gradient_accumulation_boundary(True)
         self.partitioned = self.engine.zero_optimization_stage() == 3
@@ -150,8 +151,9 @@ class ZeroEngine:
                 part.ds_id = number  # type: ignore[assignment]  # numbered on and on as well
             for param in external:
                 register_external_parameter(module, param)
-        self.params = {name: param for name, param in module.named_parameters() if param.requires_grad}
-        self.frozen = {name: param for name, param in module.named_parameters() if not param.requires_grad}
+        named = dict[str, Any](module.named_parameters())  # Any: DeepSpeed gives parameters attributes of its own
+        self.params = {name: param for name, param in named.items() if param.requires_grad}
+        self.frozen = {name: param for name, param in named.items() if not param.requires_grad}
         self._make_states()
 
     # -- a step
@@ -201,7 +203,9 @@ class ZeroEngine:
     def _masters(self) -> list[Tensor]:
         """Flat partitions of the master weights, one a group (ZeRO-3: one a sub-group)."""
         zero = self.zero
-        found: list[Tensor] = zero.fp32_partitioned_groups_flat if self.partitioned else zero.single_partition_of_fp32_groups
+        found: list[Tensor] = (
+            zero.fp32_partitioned_groups_flat if self.partitioned else zero.single_partition_of_fp32_groups
+        )
         return found
 
     def _make_states(self) -> None:

@@ -63,8 +63,8 @@ def inside(plan: Plan) -> tuple[str, ...]:
 
 
 def reduces_once(plan: Plan) -> bool:
-    """Whether ZeRO-2 and 3 keep gradients whole over the microbatches of a step and reduce them once (`sharding.reduce`);
-    ZeRO-1 always does, by itself."""
+    """Whether ZeRO-2 and 3 keep gradients whole over the microbatches of a step and reduce them once
+    (`sharding.reduce`); ZeRO-1 always does, by itself."""
     return stage(plan) > 1 and plan.parallel.microbatches > 1 and plan.sharding.reduce == "step"
 
 
@@ -100,7 +100,7 @@ def _batch(plan: Plan) -> list[Setting]:
         Setting("optimizer.params.betas", [t.beta1, t.beta2], "train.language.beta1, beta2"),
         Setting("optimizer.params.eps", t.eps, "train.language.eps"),
         Setting("optimizer.params.weight_decay", t.weight_decay, "train.language.weight_decay (matrices)"),
-        Setting("optimizer.params.torch_adam", True, "torch's AdamW: DeepSpeed's own is compiled at first use (minutes)"),
+        Setting("optimizer.params.torch_adam", True, "torch's AdamW: DeepSpeed's own is compiled, for minutes"),
         Setting("optimizer.params.fused", True, "torch's fused update, as with engine = native"),
     ]  # fmt: skip
 
@@ -197,8 +197,8 @@ def _lines(values: dict[str, Any], reasons: dict[str, str], prefix: str, depth: 
     for number, (key, value) in enumerate(values.items(), 1):
         comma = "," if number < len(values) else ""
         if isinstance(value, dict):
-            inner = _lines(value, reasons, f"{prefix}{key}.", depth + 1, f"{pad}{json.dumps(key)}: {{", f"{pad}}}{comma}")
-            lines += inner
+            opening, closing = f"{pad}{json.dumps(key)}: {{", f"{pad}}}{comma}"
+            lines += _lines(value, reasons, f"{prefix}{key}.", depth + 1, opening, closing)
         else:
             lines.append(f"{pad}{json.dumps(key)}: {json.dumps(value)}{comma}  // {reasons[prefix + key]}")
     return [*lines, end]

@@ -17,7 +17,7 @@ from mmlab.plan.schema import MODULES, Plan
 from mmlab.train.build import Built
 from mmlab.train.deepspeed_build import ZeroModel
 from mmlab.train.optim import learning_rate
-from mmlab.train.step import HybridStep, StepInput
+from mmlab.train.step import HybridStep
 
 
 class WholeStage:
@@ -27,11 +27,8 @@ class WholeStage:
     which every rank then does for the same pictures.
     """
 
-    first = True
-    replica = 0
-    owner = 0
-
     def __init__(self, plan: Plan, mesh: Mesh, zero: ZeroModel) -> None:
+        self.first, self.replica = True, 0
         self.plan, self.mesh, self.engine = plan, mesh, zero.engine
         self.manifest: StepManifest | None = None
         self.texts: Mapping[int, PackedText] = {}
@@ -83,6 +80,9 @@ class WholeStage:
         images = self._images(tuple(range(len(self.manifest.samples))))
         self._tokens = None if images is None else self.engine(None, images)
 
+    def accompany(self) -> None:
+        """Nothing: every rank writes."""
+
     def write_forward(self, text: PackedText) -> Tensor:
         """Logits [B, V] at the end of each sequence."""
         ends = torch.tensor(text.seqlens).cumsum(0) - 1
@@ -90,15 +90,13 @@ class WholeStage:
 
 
 class PictureEncoder:
-    """The encoder's side of writing: hands the pixels to the stage of the same rank."""
-
-    owner = 0
+    """The encoder's side: hands the pixels to the stage of the same rank, whose forward encodes them."""
 
     def __init__(self, stage: WholeStage) -> None:
-        self.stage = stage
+        self.stage, self.owner = stage, 0
 
     def begin(self, manifest: StepManifest, pixels: Mapping[int, Tensor]) -> None:
-        """Take a step's images."""
+        """Take a step's images: `pixels[position]` [tiles, 3, S, S]."""
         self.stage.pixels = pixels
 
     def encode(self, op: Op) -> None:
@@ -117,15 +115,13 @@ class DeepSpeedStep(HybridStep):
 
     def __init__(self, plan: Plan, mesh: Mesh, built: Built, watch: Watch) -> None:
         assert built.zero is not None
-        self.plan, self.mesh, self.built, self.watch = plan, mesh, built, watch
         self.zero = built.zero
-        self.stage = WholeStage(plan, mesh, built.zero)
-        self.encoder = PictureEncoder(self.stage)
-        self._handlers = self.stage.handlers()
+        super().__init__(plan, mesh, built, watch)
 
-    def _begin(self, batch: StepInput) -> None:
-        self.stage.pixels = batch.pixels
-        self.stage.begin(batch.manifest, batch.texts, batch.targets)
+    def _make_runners(self) -> None:
+        self.stage = stage = WholeStage(self.plan, self.mesh, self.zero)
+        self.encoder = PictureEncoder(stage)
+        self._handlers |= stage.handlers()
 
     def _reduce(self) -> None:
         self.built.reducer.finish()

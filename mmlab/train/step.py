@@ -88,18 +88,61 @@ class Inspected(Protocol):
         """This rank's part of the weights, by global name."""
 
 
+class Stage(Protocol):
+    """What runs decoder ops on a rank, as steps and evaluations see it."""
+
+    replica: int
+    first: bool
+    loss_sum: Tensor
+
+    def begin(self, manifest: StepManifest, texts: Mapping[int, PackedText], total_targets: int) -> None:
+        """Take a step's text."""
+
+    def recv_tokens(self, op: Op) -> None:
+        """Have image tokens of a microbatch."""
+
+    def write_forward(self, text: PackedText) -> Tensor | None:
+        """Logits [B, V] at the end of each sequence, where the last stage is; None elsewhere."""
+
+    def accompany(self) -> None:
+        """Take part in another replica's `write_forward`, where parameters are shared out."""
+
+
+class Encoder(Protocol):
+    """What encodes images on a rank, as steps and evaluations see it."""
+
+    owner: int
+
+    def begin(self, manifest: StepManifest, pixels: Mapping[int, Tensor]) -> None:
+        """Take a step's images."""
+
+    def encode(self, op: Op) -> None:
+        """Encode images of a microbatch."""
+
+    def send_tokens(self, op: Op) -> None:
+        """Send their tokens where they are needed."""
+
+
 class HybridStep:
     """Runs steps of one rank: pipeline, exchange, reductions, clipping, update."""
 
     def __init__(self, plan: Plan, mesh: Mesh, built: Built, watch: Watch) -> None:
         self.plan, self.mesh, self.built, self.watch = plan, mesh, built, watch
         self._groups = {axis: mesh.layout.groups(axis) for axis in AXES}
-        self.encoder = EncoderRunner(plan, mesh, built.part) if mesh.place.vision >= 0 else None
-        self.stage = StageRunner(plan, mesh, built.part) if mesh.place.role == "language" else None
+        self.encoder: Encoder | None = None
+        self.stage: Stage | None = None
         self._handlers: dict[str, Handler] = {}
-        for runner in (self.encoder, self.stage):
-            if runner is not None:
-                self._handlers |= runner.handlers()
+        self._make_runners()
+
+    def _make_runners(self) -> None:
+        """Make what runs this rank's ops, and their handlers."""
+        place, part = self.mesh.place, self.built.part
+        if place.vision >= 0:
+            self.encoder = encoder = EncoderRunner(self.plan, self.mesh, part)
+            self._handlers |= encoder.handlers()
+        if place.role == "language":
+            self.stage = stage = StageRunner(self.plan, self.mesh, part)
+            self._handlers |= stage.handlers()
         for kind in ("backward", "encode_backward"):
             if kind in self._handlers:
                 self._handlers[kind] = self._arming(kind, self._handlers[kind])

@@ -51,7 +51,8 @@ def sharding(plan: Plan) -> Iterator[Problem]:
     elif all(getattr(plan.train, module).frozen for module in deepspeed.inside(plan)):
         held = " and ".join(deepspeed.inside(plan))
         message = f"all that DeepSpeed would hold ({held}) is frozen; {deepspeed.threshold_reason(plan)}."
-        fix = Fix("shard nothing that is not trained", ("parallel.engine=native", "parallel.sharding=none", "offload.mode=none"))
+        native = ("parallel.engine=native", "parallel.sharding=none", "offload.mode=none")
+        fix = Fix("use the native engine", native)
         yield Problem("parallel.engine", message, fix)
 
 
@@ -61,7 +62,9 @@ def precision(plan: Plan) -> Iterator[Problem]:
         return
     for module in MODULES:
         if getattr(plan.precision, module) == "fp16":
-            message = 'engine = "deepspeed" has no fp16 here: its loss scale would not be agreed with the modules it does not hold.'
+            message = (
+                'engine = "deepspeed" has no fp16 here: modules that it does not hold would not share its loss scale.'
+            )
             yield Problem(f"precision.{module}", message, Fix("use bf16", (f"precision.{module}=bf16",)))
 
 
@@ -98,5 +101,5 @@ def _nvme(plan: Plan) -> Iterator[Problem]:
         ("ninja (Debian: ninja-build)", shutil.which("ninja")),
     ) if not found]  # fmt: skip
     if missing:
-        message = f"offload.mode = nvme compiles DeepSpeed's file reader at first use; this host lacks {', '.join(missing)}."
+        message = f"offload.mode = nvme compiles DeepSpeed's file reader; this host lacks {', '.join(missing)}."
         yield Problem("offload.mode", message, Fix("keep it in host memory, or install them", instead))
