@@ -37,7 +37,6 @@ RULES: tuple[Rule, ...] = (
     deepspeed.layout,
     deepspeed.sharding,
     deepspeed.precision,
-    deepspeed.installed,
     deepspeed.offload,
 )
 """All rules, in the order in which their problems are shown."""

@@ -23,12 +23,17 @@ NEEDED: tuple[tuple[str, object, str], ...] = (
     ("communication.language.compressor", "none", "DeepSpeed reduces gradients itself"),
 )
 """What every plan under DeepSpeed has: (field, value, why)."""
+NATIVE = ("parallel.engine=native", "parallel.sharding=none", "offload.mode=none")
+"""The way back from DeepSpeed."""
 
 
 def layout(plan: Plan) -> Iterator[Problem]:
     """DeepSpeed runs the whole model on every rank: data parallelism alone, images encoded where their text is."""
     if plan.parallel.engine != "deepspeed":
         return
+    if importlib.util.find_spec("deepspeed") is None:
+        message = "deepspeed is not installed here (it is installed with mmlab on Linux)."
+        yield Problem("parallel.engine", message, Fix("use the native engine", NATIVE))
     if plan.parallel.vision != "first_stage":
         message = f'engine = "deepspeed" encodes images on the rank of their text; vision = "{plan.parallel.vision}"'
         fix = Fix("merge the encoder with it", ("parallel.vision=first_stage", "parallel.vision_dp=0"))
@@ -51,9 +56,7 @@ def sharding(plan: Plan) -> Iterator[Problem]:
     elif all(getattr(plan.train, module).frozen for module in deepspeed.inside(plan)):
         held = " and ".join(deepspeed.inside(plan))
         message = f"all that DeepSpeed would hold ({held}) is frozen; {deepspeed.threshold_reason(plan)}."
-        native = ("parallel.engine=native", "parallel.sharding=none", "offload.mode=none")
-        fix = Fix("use the native engine", native)
-        yield Problem("parallel.engine", message, fix)
+        yield Problem("parallel.engine", message, Fix("use the native engine", NATIVE))
 
 
 def precision(plan: Plan) -> Iterator[Problem]:
@@ -66,13 +69,6 @@ def precision(plan: Plan) -> Iterator[Problem]:
                 'engine = "deepspeed" has no fp16 here: modules that it does not hold would not share its loss scale.'
             )
             yield Problem(f"precision.{module}", message, Fix("use bf16", (f"precision.{module}=bf16",)))
-
-
-def installed(plan: Plan) -> Iterator[Problem]:
-    """DeepSpeed is installed on Linux alone."""
-    if plan.parallel.engine == "deepspeed" and importlib.util.find_spec("deepspeed") is None:
-        message = "deepspeed is not installed here (it is installed with mmlab on Linux)."
-        yield Problem("parallel.engine", message, Fix("use the native engine", ("parallel.engine=native",)))
 
 
 def offload(plan: Plan) -> Iterator[Problem]:
