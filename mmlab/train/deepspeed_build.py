@@ -87,6 +87,15 @@ class ZeroModel:
                 sums[index] = torch.stack(norms).square().sum().cpu()
         return sums
 
+    def off_device_bytes(self, plan: Plan) -> int:
+        """Bytes of this rank's share that offload keeps off the device: masters, moments and gradients, and the weights
+        themselves where parameters are offloaded."""
+        if plan.offload.mode == "none":
+            return 0
+        copies = len(STATES) + (2 if plan.offload.mode == "optimizer" else 3)
+        elements = sum(self.engine.piece(name).count for name in self.engine.params)
+        return copies * elements * torch.finfo(self.engine.dtype).bits // 8
+
     # -- checkpoints: each rank writes and reads whole tensors, every world-th one
 
     def _entries(self) -> list[tuple[str, str, str]]:
