@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from mmlab.models.initial import MakeParameter
+from mmlab.parallel.deferred import WeightQueue, deferred_linear
 from mmlab.parallel.tensor import local
 
 
@@ -22,17 +23,21 @@ def at_least_float32(dtype: torch.dtype) -> torch.dtype:
 
 
 class Linear(nn.Module):
-    """x [..., I] -> x W^T + b [..., O], with the names of torch.nn.Linear; the bias is optional."""
+    """x [..., I] -> x W^T + b [..., O], with the names of torch.nn.Linear; the bias is optional.
+
+    `queue` may put off the weight's half of backward (`defer_weights`).
+    """
 
     def __init__(self, make: MakeParameter, name: str, *, bias: bool = True) -> None:
         super().__init__()
         self.weight = make(f"{name}.weight")
         self.bias = make(f"{name}.bias") if bias else None
+        self.queue: WeightQueue | None = None
 
     def forward(self, x: Tensor) -> Tensor:
         """Compute in the format of `x`."""
         bias = None if self.bias is None else local(self.bias, x.dtype)
-        return F.linear(x, local(self.weight, x.dtype), bias)
+        return _product(x, self.weight, bias, self.queue)
 
 
 class Table(nn.Module):
@@ -41,6 +46,24 @@ class Table(nn.Module):
     def __init__(self, make: MakeParameter, name: str) -> None:
         super().__init__()
         self.weight = make(f"{name}.weight")
+        self.queue: WeightQueue | None = None
+
+    def project(self, x: Tensor) -> Tensor:
+        """Products with every row: [..., D] -> [..., V] in the format of `x`."""
+        return _product(x, self.weight, None, self.queue)
+
+
+def _product(x: Tensor, weight: Tensor, bias: Tensor | None, queue: WeightQueue | None) -> Tensor:
+    if queue is not None and torch.is_grad_enabled():
+        return deferred_linear(x, weight, bias, queue)
+    return F.linear(x, local(weight, x.dtype), bias)
+
+
+def defer_weights(module: nn.Module, queue: WeightQueue) -> None:
+    """Let `queue` put off the weight gradients of all linear layers of a module (zero-bubble schedules)."""
+    for each in module.modules():
+        if isinstance(each, Linear | Table):
+            each.queue = queue
 
 
 class LayerNorm(nn.Module):

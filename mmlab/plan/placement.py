@@ -33,12 +33,13 @@ def _layers(layout: Layout, place: Place) -> str:
     model, beside = layout.plan.model, layout.plan.parallel.projector == "vision"
     if place.role == "vision":
         return f"encoder 0-{model.vision.layers - 1}" + (", projector" if beside else "")
-    blocks = layout.layers_of(place.pp)
-    names = f"{blocks[0]}-{blocks[-1]}" if len(blocks) > 1 else ", ".join(map(str, blocks))
-    parts = ["projector"] if place.pp == 0 and not beside else []
-    parts += ["embedding"] if place.pp == 0 else []
-    parts += [f"blocks {names}"] if blocks else []
-    return ", ".join([*parts, "head"] if place.pp == layout.plan.parallel.pp - 1 else parts)
+    chunks = [
+        f"{blocks[0]}-{blocks[-1]}" if len(blocks) > 1 else f"{blocks[0]}" for blocks in layout.layers_of(place.pp)
+    ]
+    parts = ["projector"] if layout.embeds(place) and not beside else []
+    parts += ["embedding"] if layout.embeds(place) else []
+    parts += [f"blocks {' and '.join(chunks)}"]
+    return ", ".join([*parts, "head"] if layout.heads(place) else parts)
 
 
 def layout_rows(layout: Layout) -> list[list[str]]:

@@ -7,15 +7,20 @@ Nothing here imports torch: the checker and the notebook start in no time.
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 LIVE: dict[str, Any] = {"live": True}
 """Marks a field that `run.set` may change at a step boundary."""
 
 Precision = Literal["fp64", "fp32", "bf16", "fp16"]
 Compressor = Literal["none", "bf16", "fp16", "int8", "topk", "powersgd", "onebit"]
+Counts = Annotated[
+    tuple[Annotated[int, Field(ge=1)], ...],
+    BeforeValidator(lambda value: tuple(value) if isinstance(value, list) else value),
+]
+"""Whole numbers of at least 1; a list in TOML, a tuple here, so that a plan stays hashable."""
 MODULES = ("vision", "projector", "language")
 """The three trainable parts, in the order data flows through them."""
 
@@ -146,12 +151,29 @@ class ParallelConfig(Section):
     """How image tokens reach the tensor group of the first stage."""
     schedule: Literal["gpipe", "1f1b", "interleaved", "zb_h1", "zb_v"] = "1f1b"
     """Order of forward and backward of microbatches in the pipeline."""
+    chunks: int = Field(0, ge=0)
+    """Model chunks on each pipeline rank; 0 means what the schedule needs: 2 with interleaved and zb_v, else 1."""
+    layers_per_stage: Counts = ()
+    """Decoder blocks of each stage (pp x chunks numbers, in the order data flows); empty means what balance says."""
+    balance: Literal["even", "measured"] = "even"
+    """How decoder blocks are dealt to stages: evenly, or by times measured when a run starts (then written into the
+    run's plan as layers_per_stage)."""
     microbatches: int = Field(1, ge=1)
     """Microbatches a step on each data-parallel replica."""
     sharding: Literal["none", "zero1", "zero2", "zero3"] = "none"
     """What is sharded over dp: nothing, optimizer, optimizer and gradients, parameters too."""
     engine: Literal["native", "deepspeed"] = "native"
     """What runs the training step."""
+
+    @property
+    def chunks_per_rank(self) -> int:
+        """Model chunks on each pipeline rank, with 0 resolved."""
+        return self.chunks or (2 if self.schedule in ("interleaved", "zb_v") else 1)
+
+    @property
+    def splits_backward(self) -> bool:
+        """Whether backward runs as two ops, one for inputs and one for the weights of linear layers."""
+        return self.schedule in ("zb_h1", "zb_v")
 
 
 class PrecisionConfig(Section):

@@ -36,7 +36,8 @@ def test_groups_partition_the_language_ranks(plan):
         for group in groups:
             assert [getattr(layout.place(rank), axis) for rank in group] == list(range(len(group)))
     ends = [(layout.place(a).pp, layout.place(b).pp) for a, b in layout.embedding_groups]
-    assert ends == ([(0, p.pp - 1)] * (p.dp * p.cp * p.tp) if p.pp > 1 else [])
+    folded = p.schedule == "zb_v"  # its first rank holds both ends of the model
+    assert ends == ([(0, p.pp - 1)] * (p.dp * p.cp * p.tp) if p.pp > 1 and not folded else [])
 
 
 @given(placed_plans())

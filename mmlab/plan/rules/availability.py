@@ -13,7 +13,6 @@ AVAILABLE: tuple[tuple[str, tuple[object, ...]], ...] = (
     ("parallel.cp", (1,)),
     ("parallel.sp", (False,)),
     ("parallel.transfer", ("p2p",)),
-    ("parallel.schedule", ("1f1b", "gpipe")),
     ("parallel.sharding", ("none",)),
     ("parallel.engine", ("native",)),
     ("offload.mode", ("none",)),
