@@ -25,7 +25,8 @@ class Op:
     `microbatch` is its index, -1 for ops of the whole step. `peer` is the rank at the other end of a transfer between
     stages, -1 otherwise: token ops have several peers (all encoder ranks; the first stage of every replica), and which
     images an encoder rank owns is said by the step manifest. Encoder ops of microbatch m stand for microbatch m of
-    every replica. Gradients of image tokens leave from tensor rank 0 only, since they are equal on all.
+    every replica. `chunk` is the rank's own index of the model chunk (0 where a rank holds one piece of the decoder).
+    Gradients of image tokens leave from tensor rank 0 only, since they are equal on all.
 
     `chunk` says which of the rank's model chunks the op belongs to (0 where it has one): that which computes, whose
     output is sent or for whose input is received. A zero-bubble schedule has `backward_input` and `backward_weight` in
