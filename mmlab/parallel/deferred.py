@@ -11,7 +11,7 @@ Biases, norms and embedding lookups are cheap: their gradients are made in the i
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, cast
 
@@ -50,15 +50,25 @@ class WeightQueue:
     def put(self, weight: Tensor, x: Tensor, grad: Tensor) -> None:
         """Add a pair: x [..., I] went into `weight` [O, I], `grad` [..., O] came back."""
         assert self._key is not None
-        self._pairs[self._key].append((weight, x, grad))
+        self._pairs[self._key].append((weight, x.detach(), grad))  # detached: the graph behind x is not to live on
 
-    def run(self, key: Key) -> None:
+    @torch.no_grad()
+    def run(self, key: Key, done: Callable[[Tensor], None] | None = None) -> None:
         """Compute the weight gradients that were put off under `key` and add them to the weights' `.grad`.
 
-        KeyError where no backward ran under that key, or its weight half has run already.
+        `done` is told of each weight once all its pairs of that key are in. KeyError where no backward ran under the
+        key, or its weight half has run already.
         """
-        for weight, x, grad in self._pairs.pop(key):
+        pairs = self._pairs.pop(key)
+        last = {id(weight): index for index, (weight, _, _) in enumerate(pairs)}
+        for index, (weight, x, grad) in enumerate(pairs):
             _accumulate(weight, weight_grad(x, grad))
+            if done is not None and last[id(weight)] == index:
+                done(weight)
+
+    def weights(self, key: Key) -> list[Tensor]:
+        """The weights that have a pair under `key`."""
+        return [weight for weight, _, _ in self._pairs.get(key, [])]
 
     def clear(self) -> None:
         """Forget everything (a step that failed)."""

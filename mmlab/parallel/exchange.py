@@ -1,9 +1,9 @@
 """Point-to-point transfers: image tokens to the language model, activations between stages, gradients back.
 
-Sends never block, receives do. Every message carries a tag made of its kind
-and its microbatch, so messages between one pair of ranks cannot be confused
-however the two op lists interleave. Shapes are known to both sides from the
-step manifest; none is sent.
+Sends never block, receives do. Every message carries a tag made of its kind,
+its microbatch and its place in the pipeline, so messages between one pair of
+ranks cannot be confused however the two op lists interleave. Shapes are known
+to both sides from the step manifest; none is sent.
 """
 
 from __future__ import annotations
@@ -19,40 +19,51 @@ from mmlab.parallel.traffic import Traffic
 KINDS = ("tokens", "token_grads", "forward", "backward", "next_ids")
 AXIS = {"tokens": "tokens", "token_grads": "tokens", "forward": "pp", "backward": "pp", "next_ids": "pp"}
 """Axis (of `mmlab.messages.AXES`) that each kind is counted under."""
-_TAGS_PER_KIND = 1 << 20
 
 
 class Link:
-    """Sends and receives of one direction, on a process group of its own.
+    """Sends and receives of one direction of the computation, on process groups of its own.
 
-    Forward and backward traffic use two groups: NCCL runs the transfers of one pair in the order in which they were
-    issued, and 1F1B issues a stage's sends forward and receives backward in another order than its neighbour does.
+    Forward and backward traffic use different groups: NCCL runs the transfers of one pair in the order in which they
+    were issued, and 1F1B issues a stage's sends forward and receives backward in another order than its neighbour does.
+    Model chunks send both ways between two ranks in one direction of the computation, and one of them would have to
+    receive before it sends: then `down` carries what goes from a higher rank to a lower one.
     """
 
-    def __init__(self, group: dist.ProcessGroup, device: torch.device, traffic: Traffic) -> None:
-        self.group = group
+    def __init__(
+        self, group: dist.ProcessGroup, device: torch.device, traffic: Traffic, down: dist.ProcessGroup | None = None
+    ) -> None:
+        self.up, self.down = group, down or group
         self.device = device
         self.traffic = traffic
         self._pending: list[tuple[dist.Work | None, Tensor]] = []
 
     @staticmethod
-    def _tag(kind: str, microbatch: int) -> int:
-        return KINDS.index(kind) * _TAGS_PER_KIND + microbatch
+    def _tag(kind: str, microbatch: int, stage: int) -> int:
+        """A number of its own for each message of a step: microbatches below 2^16, stages below 2^10."""
+        return (KINDS.index(kind) << 26) + (stage << 16) + microbatch
 
-    def send(self, tensor: Tensor, peer: int, kind: str, microbatch: int) -> None:
-        """Start sending; the tensor is kept until `flush`. Empty tensors are not sent (nor received)."""
+    def send(self, tensor: Tensor, peer: int, kind: str, microbatch: int, stage: int = 0) -> None:
+        """Start sending; the tensor is kept until `flush`. Empty tensors are not sent (nor received).
+
+        `stage` is, between two stages, the lower of them.
+        """
         if tensor.numel() == 0:
             return
         tensor = tensor.detach().contiguous()
         self.traffic.add(AXIS[kind], tensor)
-        work = dist.isend(tensor, peer, group=self.group, tag=self._tag(kind, microbatch))
+        group = self.up if peer > dist.get_rank() else self.down
+        work = dist.isend(tensor, peer, group=group, tag=self._tag(kind, microbatch, stage))
         self._pending.append((work, tensor))
 
-    def recv(self, shape: Sequence[int], dtype: torch.dtype, peer: int, kind: str, microbatch: int) -> Tensor:
+    def recv(
+        self, shape: Sequence[int], dtype: torch.dtype, peer: int, kind: str, microbatch: int, stage: int = 0
+    ) -> Tensor:
         """Receive a tensor of a shape that both sides know."""
         tensor = torch.empty(tuple(shape), dtype=dtype, device=self.device)
         if tensor.numel():
-            dist.recv(tensor, peer, group=self.group, tag=self._tag(kind, microbatch))
+            group = self.up if peer < dist.get_rank() else self.down
+            dist.recv(tensor, peer, group=group, tag=self._tag(kind, microbatch, stage))
         return tensor
 
     def flush(self) -> None:

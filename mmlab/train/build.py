@@ -5,7 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from mmlab.models.build import Part, PartModel, build_part
+from mmlab.models.layers import defer_weights
 from mmlab.models.weights import init_from
+from mmlab.parallel.deferred import WeightQueue
 from mmlab.parallel.gradients import Reducer, Trained, is_sharded, local_tensor
 from mmlab.parallel.mesh import Mesh
 from mmlab.plan.layout import Layout, Place
@@ -22,11 +24,10 @@ def part_of(plan: Plan, layout: Layout, place: Place) -> Part:
     """Which part of the model a rank holds."""
     with_vision = plan.parallel.projector == "vision"
     if place.role == "vision":
-        return Part(vision=True, projector=with_vision, layers=None, embed=False, head=False)
-    first, last = place.pp == 0, place.pp == plan.parallel.pp - 1
-    return Part(
-        vision=False, projector=first and not with_vision, layers=layout.layers_of(place.pp), embed=first, head=last
-    )
+        return Part(vision=True, projector=with_vision)
+    first = layout.embeds(place)
+    chunks = tuple(layout.layers_of(place.pp))
+    return Part(projector=first and not with_vision, chunks=chunks, embed=first, head=layout.heads(place))
 
 
 @dataclass
@@ -38,6 +39,8 @@ class Built:
     reducer: Reducer
     optimizer: Optimizer
     ops: list[Op]
+    weights: WeightQueue | None = None
+    """Puts off weight gradients, where the schedule splits backward."""
 
 
 def is_tied_copy(plan: Plan, place: Place, name: str) -> bool:
@@ -60,6 +63,17 @@ def _trained(plan: Plan, mesh: Mesh, part: PartModel) -> list[Trained]:
     return trained
 
 
+def _deferred(plan: Plan, part: PartModel) -> WeightQueue | None:
+    """The queue of a stage rank whose schedule splits backward, with all linear layers of its chunks told of it."""
+    if not plan.parallel.splits_backward or part.language is None:
+        return None
+    queue = WeightQueue()
+    defer_weights(part.language, queue)
+    if part.projector is not None and plan.parallel.projector == "first_stage":
+        defer_weights(part.projector, queue)
+    return queue
+
+
 def _bucket_bytes(plan: Plan) -> dict[str, float]:
     """Largest bucket of each module; the projector goes with the side that computes it."""
     vision, language = plan.communication.vision.bucket_mb * 1e6, plan.communication.language.bucket_mb * 1e6
@@ -71,6 +85,7 @@ def build(plan: Plan, mesh: Mesh) -> Built:
     """Make this rank's part; the order of what is applied is the order of these lines."""
     part = build_part(plan, part_of(plan, mesh.layout, mesh.place), mesh.tp, master_dtype(plan), mesh.device)
     init_from(part, plan)
+    weights = _deferred(plan, part)
     trained = _trained(plan, mesh, part)
     reducer = Reducer(trained, mesh.reductions, _bucket_bytes(plan), mesh.tp.group, mesh.traffic)
-    return Built(part, trained, reducer, Optimizer(plan, trained), build_schedule(plan).ops[mesh.place.rank])
+    return Built(part, trained, reducer, Optimizer(plan, trained), build_schedule(plan).ops[mesh.place.rank], weights)

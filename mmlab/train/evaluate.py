@@ -127,7 +127,7 @@ class Evaluator:
             elif stage is not None and stage.replica == 0:
                 answers = self._write_on(stage, manifest)
             self.runner.flush()
-        last = self.mesh.layout.rank_of(pp=plan.parallel.pp - 1)
+        last = self.mesh.layout.rank_of(pp=self.mesh.layout.stages.last_pp)
         ids = self.channel.gather(answers)[last]
         return [self.source.tokenizer.decode(self._until_end(answer)).strip() for answer in ids]
 
@@ -171,7 +171,7 @@ class Evaluator:
             return list(ids.tolist())
         if stage.first:
             assert self.mesh.forward is not None
-            last = layout.rank_of(pp=layout.plan.parallel.pp - 1, dp=place.dp, cp=place.cp, tp=place.tp)
+            last = layout.rank_of(pp=layout.stages.last_pp, dp=place.dp, cp=place.cp, tp=place.tp)
             return list(self.mesh.forward.recv((count,), torch.int64, last, "next_ids", number).tolist())
         return [0] * count
 
