@@ -53,10 +53,12 @@ def test_nodes_hold_what_fits_and_never_split_a_tensor_group(plan):
 
 @given(placed_plans())
 def test_every_decoder_layer_lies_on_one_stage(plan):
-    layout = Layout(plan)
-    shares = [layout.layers_of(stage) for stage in range(plan.parallel.pp)]
-    assert list(itertools.chain(*shares)) == list(range(plan.model.language.layers))
-    assert max(map(len, shares)) - min(map(len, shares)) <= 1
+    layout, p = Layout(plan), plan.parallel
+    held = [blocks for pp in range(p.pp) for blocks in layout.layers_of(pp)]
+    assert sorted(itertools.chain(*held)) == list(range(plan.model.language.layers))
+    sizes = [len(blocks) for blocks in layout.stages.layers]
+    assert list(itertools.chain(*layout.stages.layers)) == list(range(plan.model.language.layers))
+    assert sizes == list(p.layers_per_stage) if p.layers_per_stage else max(sizes) - min(sizes) <= 1
 
 
 def test_the_quickstart_is_numbered_as_documented():
