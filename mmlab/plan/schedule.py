@@ -1,8 +1,8 @@
 """One pure schedule: for each rank, the list of ops of a step. The same list is run, costed and drawn.
 
-The order of a rank's passes comes from `mmlab.plan.orders`; what it sends and receives around each follows here.
-Encoder ranks are peers of the pipeline, not a stage: they encode and send every microbatch in order, then take
-gradients of image tokens in the order in which the first stage finishes them.
+The order of a rank's passes comes from `mmlab.plan.orders`; what it sends and receives around each follows here. The
+encoder is a peer of the pipeline, not a stage: `plan.encoder_ops` puts its ops into lists of their own or between those
+of the stages.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from mmlab.errors import PlanError
+from mmlab.plan.encoder_ops import UNIT_COSTS, returns_token_grads, tokens_need_grad, with_encoder
 from mmlab.plan.layout import Layout, Place
 from mmlab.plan.ops import COMPUTE, Kind, Op, Timed, Timeline
 from mmlab.plan.orders import Pass, gpipe, interleaved, one_f_one_b, zero_bubble_h1, zero_bubble_v
@@ -52,12 +52,6 @@ def vision_trains(plan: Plan) -> bool:
     return not plan.train.vision.frozen
 
 
-def tokens_need_grad(plan: Plan) -> bool:
-    """Whether what the encoder ranks send needs a gradient: the encoder trains, or the projector beside it does."""
-    beside = plan.parallel.projector == "vision" and not plan.train.projector.frozen
-    return vision_trains(plan) or beside
-
-
 def stage_trains(plan: Plan, stage: int) -> bool:
     """Whether a stage has something to train: decoder blocks, or the projector where it lives on the first stage."""
     projector = stage == 0 and plan.parallel.projector == "first_stage" and not plan.train.projector.frozen
@@ -70,14 +64,14 @@ def needs_backward(plan: Plan, stage: int) -> bool:
 
 
 def rows_to_draw(layout: Layout) -> list[int]:
-    """The ranks a picture shows: all, or (of many) every encoder and tensor rank 0 of the first replica's stages,
-    whose ops the other tensor ranks and replicas repeat."""
+    """The ranks a picture shows: all, or (of many) every rank of the encoder's own and tensor rank 0 of the first
+    replica's stages, whose ops the other tensor ranks and replicas repeat."""
     if layout.world_size <= _MANY_RANKS:
         return list(range(layout.world_size))
     stages = [
         place.rank for place in layout.places if place.role == "language" and place.tp == place.cp == place.dp == 0
     ]
-    return layout.vision_ranks + stages
+    return list(range(layout.first)) + stages
 
 
 def _labels(layout: Layout, rows: Sequence[int]) -> list[str]:
@@ -147,27 +141,11 @@ def pass_order(plan: Plan, pp: int) -> list[Pass]:
 
 
 def build_schedule(plan: Plan) -> Schedule:
-    """The schedule of a plan. PlanError for a placement that this version does not have."""
-    if plan.parallel.vision != "own_ranks":
-        raise PlanError(f"parallel.vision = {plan.parallel.vision}: not available in this version; use own_ranks")
+    """The schedule of a plan."""
     layout = Layout(plan)
-    ops = []
-    for place in layout.places:
-        body = _encoder_ops(plan, layout) if place.role == "vision" else _stage_ops(plan, layout, place)
-        ops.append([*body, *_end_of_step(plan, layout, place)])
-    return Schedule(plan, ops)
-
-
-def _encoder_ops(plan: Plan, layout: Layout) -> Iterator[Op]:
-    for i in range(plan.parallel.microbatches):
-        yield Op("encode", i)
-        yield Op("send_tokens", i)
-    if tokens_need_grad(plan):
-        pp, chunk = layout.stages.holders[0]
-        for each in pass_order(plan, pp):
-            if each.chunk == chunk and each.kind in ("backward", "backward_input"):
-                yield Op("recv_token_grads", each.microbatch)
-                yield Op("encode_backward", each.microbatch)
+    stages = {p.rank: list(_stage_ops(plan, layout, p)) for p in layout.places if p.role == "language"}
+    ops = with_encoder(layout, stages, lambda lists: simulate(Schedule(plan, lists), plan, UNIT_COSTS))
+    return Schedule(plan, [[*ops[p.rank], *_end_of_step(plan, layout, p)] for p in layout.places])
 
 
 def _stage_ops(plan: Plan, layout: Layout, place: Place) -> Iterator[Op]:
@@ -210,15 +188,14 @@ def _backward(layout: Layout, place: Place, each: Pass, stage: int) -> Iterator[
     yield Op(each.kind, i, chunk=chunk)
     if before >= 0 and needs_backward(plan, stage - 1):
         yield Op("send_backward", i, before, chunk)
-    if stage == 0 and place.tp == 0 and place.cp == 0 and tokens_need_grad(plan):
+    if stage == 0 and returns_token_grads(plan, place):
         yield Op("send_token_grads", i, chunk=chunk)
 
 
 def _end_of_step(plan: Plan, layout: Layout, place: Place) -> Iterator[Op]:
-    if place.role == "vision":
-        trains, tied = tokens_need_grad(plan), False
-    else:
-        trains = any(stage_trains(plan, stage) for stage in layout.stages.of(place.pp))
+    trains, tied = place.vision >= 0 and tokens_need_grad(plan), False
+    if place.role == "language":
+        trains = trains or any(stage_trains(plan, stage) for stage in layout.stages.of(place.pp))
         shares = plan.model.language.tied_embeddings and not plan.train.language.frozen
         tied = shares and bool(layout.group_of(layout.embedding_groups, place.rank))
     if trains:

@@ -70,11 +70,11 @@ def rank_share(plan: Plan, layout: Layout, place: Place) -> Share:
     """Parameters of the part of the model that a rank holds."""
     train, beside = plan.train, plan.parallel.projector == "vision"
     pieces: list[tuple[int, bool]] = []
-    if place.role == "vision":
+    if place.vision >= 0:
         pieces.append((vision_parameters(plan.model.vision), train.vision.frozen))
-    else:
+    if place.role == "language":
         pieces.append((_language_parameters(plan, layout, place), train.language.frozen))
-    if place.role == "vision" if beside else layout.embeds(place):
+    if place.vision >= 0 if beside else layout.embeds(place):
         pieces.append((projector_parameters(plan), train.projector.frozen))
     return Share(sum(n for n, frozen in pieces if not frozen), sum(n for n, frozen in pieces if frozen))
 
@@ -98,15 +98,14 @@ def step_costs(plan: Plan, layout: Layout) -> dict[tuple[int, str, int], float]:
     """
     costs: dict[tuple[int, str, int], float] = {}
     again = 1 if plan.train.activation_checkpointing else 0
-    encode, project = _encoder_flops(plan)
+    encode, project = _encoder_flops(plan, layout)
     for place in layout.places:
-        if place.role == "vision":
+        if place.vision >= 0:
             vision = 0 if plan.train.vision.frozen else 2 + again
             projector = 2 if not plan.train.projector.frozen else (1 if vision else 0)
             costs[place.rank, "encode", 0] = encode + project
             costs[place.rank, "encode_backward", 0] = vision * encode + projector * project
-            continue
-        for chunk, stage in enumerate(layout.stages.of(place.pp)):
+        for chunk, stage in enumerate(layout.stages.of(place.pp) if place.role == "language" else ()):
             forward = _stage_flops(plan, layout, stage)
             weights = 0 if plan.train.language.frozen else forward
             costs[place.rank, "forward", chunk] = forward
@@ -116,9 +115,11 @@ def step_costs(plan: Plan, layout: Layout) -> dict[tuple[int, str, int], float]:
     return costs
 
 
-def _encoder_flops(plan: Plan) -> tuple[float, float]:
-    """FLOPs of a microbatch (of all replicas) on one encoder rank: (encoder, projector where it is beside it)."""
-    config, images = plan.model.vision, plan.microbatch_size * plan.parallel.dp / max(1, plan.parallel.vision_dp)
+def _encoder_flops(plan: Plan, layout: Layout) -> tuple[float, float]:
+    """FLOPs of what one encoding rank takes at once, an equal share of the images of `parallel.encoder_batch`
+    microbatches of all replicas: (encoder, projector where it is beside it)."""
+    p, config = plan.parallel, plan.model.vision
+    images = plan.microbatch_size * min(p.encoder_batch, p.microbatches) * p.dp / max(1, len(layout.vision_ranks))
     tokens = config.tokens_per_tile
     encode = config.layers * (2 * tokens * _vision_block(config) + 4 * tokens**2 * config.hidden)
     beside = plan.parallel.projector == "vision"

@@ -16,8 +16,8 @@ from mmlab.parallel.pipeline import Handler
 from mmlab.plan.ops import Op
 from mmlab.plan.schedule import needs_backward, tokens_need_grad
 from mmlab.plan.schema import Plan
-from mmlab.train.encoder import token_dtype, token_width
 from mmlab.train.precision import compute_dtype
+from mmlab.train.tokens import TokenExchange
 
 Slot = tuple[int, int]
 """(microbatch, model chunk): what an activation belongs to."""
@@ -31,8 +31,9 @@ class StageRunner:
 
     def __init__(self, plan: Plan, mesh: Mesh, part: PartModel, weights: WeightQueue | None = None) -> None:
         assert part.language is not None
-        self.plan, self.mesh, self.language, self.projector = plan, mesh, part.language, part.projector
-        self.weights = weights
+        self.plan, self.mesh, self.language, self.weights = plan, mesh, part.language, weights
+        self.projector = part.projector if plan.parallel.projector == "first_stage" else None
+        self.exchange = TokenExchange(plan, mesh)
         place, self.stages = mesh.place, mesh.layout.stages
         self.replica = place.dp
         self.first, self.last = mesh.layout.embeds(place), mesh.layout.heads(place)
@@ -71,36 +72,11 @@ class StageRunner:
             "send_token_grads": self.send_token_grads,
         }
 
-    def _tiles(self, microbatch: int) -> list[tuple[int, int]]:
-        """(owner, index of the tile in the microbatch) of each image tile of this replica, in order."""
-        assert self.manifest is not None
-        owners = [
-            self.manifest.owner(position)
-            for position in self.manifest.microbatch(self.replica, microbatch)
-            for _ in range(self.manifest.samples[position].tiles)
-        ]
-        return [(owner, index) for index, owner in enumerate(owners)]
-
-    def _by_owner(self, microbatch: int) -> list[tuple[int, list[int]]]:
-        """(owner, indices of its tiles) for each owner that has any, in owner order."""
-        found: dict[int, list[int]] = {}
-        for owner, index in self._tiles(microbatch):
-            found.setdefault(owner, []).append(index)
-        return sorted(found.items())
-
     def recv_tokens(self, op: Op) -> None:
-        """Receive image tokens [N*P, D] from their owners, into the order of the images."""
-        microbatch = op.microbatch
-        assert self.mesh.forward is not None
-        per_tile, width = self.plan.model.vision.tokens_per_tile, token_width(self.plan)
-        owners = self._by_owner(microbatch)
-        tiles = sum(len(indices) for _, indices in owners)
-        tokens = torch.empty((tiles, per_tile, width), dtype=token_dtype(self.plan), device=self.mesh.device)
-        for owner, indices in owners:
-            peer = self.mesh.layout.vision_ranks[owner]
-            rows = self.mesh.forward.recv((len(indices) * per_tile, width), tokens.dtype, peer, "tokens", microbatch)
-            tokens[indices] = rows.view(len(indices), per_tile, width)
-        self._tokens[microbatch] = tokens.flatten(0, 1).requires_grad_(self.wants_token_grads and tiles > 0)
+        """Receive image tokens [N*P, D] from their owners, in the order of the images."""
+        assert self.manifest is not None
+        tokens = self.exchange.receive(self.manifest, op.microbatch)
+        self._tokens[op.microbatch] = tokens.requires_grad_(self.wants_token_grads and tokens.numel() > 0)
 
     def _stage(self, op: Op) -> int:
         """The stage that an op's chunk is."""
@@ -124,7 +100,6 @@ class StageRunner:
 
     def recv_forward(self, op: Op) -> None:
         """Receive activations [T, D] from the stage before."""
-        assert self.mesh.forward is not None
         i, before = op.microbatch, self._stage(op) - 1
         self._inputs[i, op.chunk] = self.mesh.forward.recv(
             self._shape(i), self.dtype, self._rank_of(before), "forward", i, before
@@ -175,14 +150,12 @@ class StageRunner:
 
     def send_forward(self, op: Op) -> None:
         """Send activations to the stage after."""
-        assert self.mesh.forward is not None
         i, stage = op.microbatch, self._stage(op)
         output = self._outputs[i, op.chunk].to(self.dtype)
         self.mesh.forward.send(output, self._rank_of(stage + 1), "forward", i, stage)
 
     def recv_backward(self, op: Op) -> None:
         """Receive the gradient of a chunk's output."""
-        assert self.mesh.backward is not None
         i, stage = op.microbatch, self._stage(op)
         self._grads[i, op.chunk] = self.mesh.backward.recv(
             self._shape(i), self.dtype, self._rank_of(stage + 1), "backward", i, stage
@@ -220,21 +193,14 @@ class StageRunner:
 
     def send_backward(self, op: Op) -> None:
         """Send the gradient of a chunk's input to the stage before."""
-        assert self.mesh.backward is not None
         i, before = op.microbatch, self._stage(op) - 1
         grad = self._input_grad((i, op.chunk))
         self.mesh.backward.send(grad, self._rank_of(before), "backward", i, before)
 
     def send_token_grads(self, op: Op) -> None:
-        """Send the gradients of image tokens back to the images' owners (tp rank 0 only: they are equal on all)."""
-        microbatch = op.microbatch
-        tokens = self._tokens.pop(microbatch)
-        if self.mesh.place.tp != 0 or tokens.numel() == 0:
-            return
-        assert self.mesh.backward is not None
-        grad = tokens.grad if tokens.grad is not None else torch.zeros_like(tokens)
-        per_tile = self.plan.model.vision.tokens_per_tile
-        tiles = grad.view(-1, per_tile, grad.shape[-1])
-        for owner, indices in self._by_owner(microbatch):
-            peer = self.mesh.layout.vision_ranks[owner]
-            self.mesh.backward.send(tiles[indices].flatten(0, 1), peer, "token_grads", microbatch)
+        """Send the gradients of image tokens back to the images' owners."""
+        assert self.manifest is not None
+        tokens = self._tokens.pop(op.microbatch)
+        if tokens.numel():
+            grad = tokens.grad if tokens.grad is not None else torch.zeros_like(tokens)
+            self.exchange.give_back(self.manifest, op.microbatch, grad)

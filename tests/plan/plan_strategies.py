@@ -12,9 +12,13 @@ def plans(draw: st.DrawFn) -> Plan:
     chunks = {"interleaved": draw(st.integers(2, 3)), "zb_v": 2}.get(schedule, 1)
     m = -(-m // pp) * pp if schedule == "interleaved" else m
     layers = draw(st.lists(st.integers(1, 3), min_size=pp * chunks, max_size=pp * chunks))
+    placement = draw(st.sampled_from(("own_ranks", "own_ranks", "first_stage", "all_ranks")))
     return Plan().with_(
         {
-            "parallel.vision_dp": draw(st.integers(1, 3)),
+            "parallel.vision": placement,
+            "parallel.vision_dp": draw(st.integers(1, 3)) if placement == "own_ranks" else 0,
+            "parallel.encoder_batch": draw(st.integers(1, m)),
+            "parallel.transfer": draw(st.sampled_from(("p2p", "all_gather"))),
             "parallel.dp": dp,
             "parallel.tp": draw(st.sampled_from((1, 2, 4))),
             "parallel.pp": pp,

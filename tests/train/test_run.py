@@ -148,7 +148,14 @@ def test_restore_resumes_bit_for_bit_on_a_new_lineage(pool, shards, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "changes", [("parallel.tp=2", "parallel.pp=1"), ("parallel.pp=1",), ("parallel.dp=2", "parallel.vision_dp=2")]
+    "changes",
+    [
+        ("parallel.tp=2", "parallel.pp=1"),
+        ("parallel.pp=1",),
+        ("parallel.dp=2", "parallel.vision_dp=2"),
+        ("parallel.vision=first_stage", "parallel.vision_dp=0", "parallel.pp=1"),
+        ("parallel.vision=all_ranks", "parallel.vision_dp=0", "parallel.dp=2"),
+    ],
 )
 def test_another_layout_loads_the_checkpoint(pool, shards, tmp_path, changes):
     run = LiveRun(pool, make_plan(shards, "checkpoint.every_steps=3"), tmp_path / "run")
@@ -374,7 +381,12 @@ LAYOUTS = [
     ("parallel.tp=2", "parallel.vision_dp=2"),
     ("parallel.dp=2", "parallel.pp=1", "parallel.projector=first_stage"),
     ("parallel.pp=3", "parallel.schedule=gpipe", "parallel.microbatches=4"),
-]
+    ("parallel.vision=first_stage", "parallel.vision_dp=0", "parallel.pp=1"),
+    ("parallel.vision=first_stage", "parallel.vision_dp=0", "parallel.dp=2", "parallel.transfer=all_gather",
+     "parallel.tp=2", "parallel.pp=1"),
+    ("parallel.vision=all_ranks", "parallel.vision_dp=0", "parallel.tp=2", "parallel.encoder_batch=2",
+     "parallel.projector=first_stage"),
+]  # fmt: skip
 
 
 def test_evaluation_does_not_depend_on_the_layout(pool, shards, tmp_path):
