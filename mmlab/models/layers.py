@@ -22,24 +22,6 @@ def at_least_float32(dtype: torch.dtype) -> torch.dtype:
     return dtype if dtype == torch.float64 else torch.float32
 
 
-class Linear(nn.Module):
-    """x [..., I] -> x W^T + b [..., O], with the names of torch.nn.Linear; the bias is optional.
-
-    `queue` may put off the weight's half of backward (`defer_weights`).
-    """
-
-    def __init__(self, make: MakeParameter, name: str, *, bias: bool = True) -> None:
-        super().__init__()
-        self.weight = make(f"{name}.weight")
-        self.bias = make(f"{name}.bias") if bias else None
-        self.queue: WeightQueue | None = None
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Compute in the format of `x`."""
-        bias = None if self.bias is None else local(self.bias, x.dtype)
-        return _product(x, self.weight, bias, self.queue)
-
-
 class Table(nn.Module):
     """A weight matrix [V, D] by itself, with the name of torch.nn.Embedding: looked up, added or multiplied with."""
 
@@ -54,9 +36,40 @@ class Table(nn.Module):
 
 
 def _product(x: Tensor, weight: Tensor, bias: Tensor | None, queue: WeightQueue | None) -> Tensor:
-    if queue is not None and torch.is_grad_enabled():
+    if queue is not None and weight.requires_grad and torch.is_grad_enabled():
         return deferred_linear(x, weight, bias, queue)
     return F.linear(x, local(weight, x.dtype), bias)
+
+
+class Linear(nn.Module):
+    """x [..., I] -> x W^T + b [..., O], with the names of torch.nn.Linear; the bias is optional.
+
+    After `adapt`, (alpha / r) x A^T B^T is added (LoRA, Hu et al. 2021). Under tensor parallelism the factor that meets
+    a split dim of W is split with it, so the layer's own collectives serve the adapter too. `queue` may put off the
+    weight's half of backward (`defer_weights`).
+    """
+
+    def __init__(self, make: MakeParameter, name: str, *, bias: bool = True) -> None:
+        super().__init__()
+        self.weight = make(f"{name}.weight")
+        self.bias = make(f"{name}.bias") if bias else None
+        self.lora_A: Table | None = None
+        self.lora_B: Table | None = None
+        self.lora_scale = 0.0
+        self.queue: WeightQueue | None = None
+
+    def adapt(self, make: MakeParameter, name: str, scale: float) -> None:
+        """Add an adapter; `scale` is alpha / r."""
+        self.lora_A, self.lora_B = Table(make, f"{name}.lora_A"), Table(make, f"{name}.lora_B")
+        self.lora_scale = scale
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Compute in the format of `x`."""
+        bias = None if self.bias is None else local(self.bias, x.dtype)
+        y = _product(x, self.weight, bias, self.queue)
+        if self.lora_A is None or self.lora_B is None:
+            return y
+        return y + self.lora_B.project(self.lora_A.project(x) * self.lora_scale)
 
 
 def defer_weights(module: nn.Module, queue: WeightQueue) -> None:

@@ -26,7 +26,7 @@ def _shown(value: Any) -> str:
     if isinstance(value, bool):
         return "true" if value else "false"
     if isinstance(value, list | tuple):
-        return f"[{', '.join(_shown(each) for each in value)}]"
+        return "[" + ", ".join(_shown(item) for item in value) + "]"
     return f'"{value}"' if isinstance(value, str) else str(value)
 
 

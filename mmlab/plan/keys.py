@@ -13,7 +13,13 @@ from annotated_types import Ge, Gt, Le, Lt
 
 from mmlab.plan.schema import LIVE, Plan, Section
 
-_KINDS = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
+_KINDS = {
+    int: "a whole number",
+    float: "a number",
+    bool: "true or false",
+    str: "text",
+    tuple[str, ...]: "a list of names",
+}
 _BOUNDS = ((Ge, "ge", "at least"), (Gt, "gt", "above"), (Le, "le", "at most"), (Lt, "lt", "below"))
 
 
@@ -38,7 +44,7 @@ class Key:
         """What the field may hold, as a noun phrase: "a whole number, at least 1"."""
         if self.choices:
             return "one of " + ", ".join(str(choice) for choice in self.choices)
-        if get_origin(self.kind) is tuple:
+        if self.kind not in _KINDS:
             return "a list of whole numbers, each at least 1"
         return _KINDS[self.kind] + self.bounds
 

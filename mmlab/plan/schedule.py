@@ -196,7 +196,7 @@ def _end_of_step(plan: Plan, layout: Layout, place: Place) -> Iterator[Op]:
     trains, tied = place.vision >= 0 and tokens_need_grad(plan), False
     if place.role == "language":
         trains = trains or any(stage_trains(plan, stage) for stage in layout.stages.of(place.pp))
-        shares = plan.model.language.tied_embeddings and not plan.train.language.frozen
+        shares = plan.model.language.tied_embeddings and not plan.train.language.base_frozen
         tied = shares and bool(layout.group_of(layout.embedding_groups, place.rank))
     if trains:
         yield Op("reduce")

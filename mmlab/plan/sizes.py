@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from mmlab.plan import lora
 from mmlab.plan.schema import LanguageConfig, Plan, VisionConfig
 
 if TYPE_CHECKING:
@@ -70,13 +71,19 @@ def rank_share(plan: Plan, layout: Layout, place: Place) -> Share:
     """Parameters of the part of the model that a rank holds."""
     train, beside = plan.train, plan.parallel.projector == "vision"
     pieces: list[tuple[int, bool]] = []
+    adapters = 0
     if place.vision >= 0:
-        pieces.append((vision_parameters(plan.model.vision), train.vision.frozen))
+        pieces.append((vision_parameters(plan.model.vision), train.vision.base_frozen))
+        adapters += plan.model.vision.layers * lora.parameters(plan, "vision")
     if place.role == "language":
-        pieces.append((_language_parameters(plan, layout, place), train.language.frozen))
+        pieces.append((_language_parameters(plan, layout, place), train.language.base_frozen))
+        blocks = sum(map(len, layout.layers_of(place.pp)))
+        adapters += blocks * lora.parameters(plan, "language", plan.parallel.tp)
     if place.vision >= 0 if beside else layout.embeds(place):
-        pieces.append((projector_parameters(plan), train.projector.frozen))
-    return Share(sum(n for n, frozen in pieces if not frozen), sum(n for n, frozen in pieces if frozen))
+        pieces.append((projector_parameters(plan), train.projector.base_frozen))
+        adapters += lora.parameters(plan, "projector")
+    trained = sum(n for n, frozen in pieces if not frozen) + adapters
+    return Share(trained, sum(n for n, frozen in pieces if frozen))
 
 
 def _language_parameters(plan: Plan, layout: Layout, place: Place) -> int:
@@ -95,19 +102,21 @@ def step_costs(plan: Plan, layout: Layout) -> dict[tuple[int, str, int], float]:
 
     A backward costs a forward for the inputs and another for the weights where they train, and one more with
     activation checkpointing (Narayanan et al. 2021, section 5.1), which then belongs to the half for the inputs.
+    Adapters (a few percent) are not counted.
     """
     costs: dict[tuple[int, str, int], float] = {}
     again = 1 if plan.train.activation_checkpointing else 0
     encode, project = _encoder_flops(plan, layout)
     for place in layout.places:
         if place.vision >= 0:
-            vision = 0 if plan.train.vision.frozen else 2 + again
-            projector = 2 if not plan.train.projector.frozen else (1 if vision else 0)
+            train = plan.train
+            vision = 0 if train.vision.frozen else (1 if train.vision.base_frozen else 2) + again
+            projector = 2 if not train.projector.base_frozen else (1 if vision or not train.projector.frozen else 0)
             costs[place.rank, "encode", 0] = encode + project
             costs[place.rank, "encode_backward", 0] = vision * encode + projector * project
         for chunk, stage in enumerate(layout.stages.of(place.pp) if place.role == "language" else ()):
             forward = _stage_flops(plan, layout, stage)
-            weights = 0 if plan.train.language.frozen else forward
+            weights = 0 if plan.train.language.base_frozen else forward
             costs[place.rank, "forward", chunk] = forward
             costs[place.rank, "backward", chunk] = (1 + again) * forward + weights
             costs[place.rank, "backward_input", chunk] = (1 + again) * forward

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from mmlab.models.build import Part, PartModel, build_part
 from mmlab.models.layers import defer_weights
+from mmlab.models.sharding import partial_over_tp
 from mmlab.models.weights import init_from
 from mmlab.parallel.deferred import WeightQueue
 from mmlab.parallel.gradients import Reducer, Trained, is_sharded, local_tensor
@@ -54,12 +55,12 @@ def _trained(plan: Plan, mesh: Mesh, part: PartModel) -> list[Trained]:
     trained = []
     for name, param in part.named_parameters():
         module = name.split(".", 1)[0]
-        if getattr(plan.train, module).frozen:
-            param.requires_grad_(False)
+        if not param.requires_grad:
             continue
         once = place.dp == 0 and (is_sharded(param) or place.tp == 0)  # replicas over tp are equal
         counted = place.vision == 0 if module in beside else once and not is_tied_copy(plan, place, name)
-        trained.append(Trained(name, param, local_tensor(param), module, counted))
+        partial = mesh.tp.size > 1 and partial_over_tp(name)
+        trained.append(Trained(name, param, local_tensor(param), module, counted, partial))
     return trained
 
 
