@@ -105,8 +105,9 @@ class StageRunner:
             self._shape(i), self.dtype, self._rank_of(before), "forward", i, before
         )
 
-    def _blocks(self, op: Op) -> Tensor:
-        """Output [T, D] of an op's chunk; a next chunk on the same rank gets it as its input."""
+    def _blocks(self, op: Op, finish: Callable[[Tensor], Tensor] | None = None) -> Tensor:
+        """Output [T, D] of an op's chunk, or what `finish` makes of it; a next chunk on the same rank gets it as its
+        input."""
         i, stage = op.microbatch, self._stage(op)
         hidden, tokens = self._inputs.get((i, op.chunk)), None
         if hidden is not None and needs_backward(self.plan, stage - 1) and torch.is_grad_enabled():
@@ -115,7 +116,7 @@ class StageRunner:
             tokens = self._tokens.get(i)
             if tokens is not None and self.projector is not None and tokens.numel():
                 tokens = self.projector(tokens)
-        output: Tensor = self.language(self.texts[i], hidden, tokens, op.chunk)
+        output: Tensor = self.language(self.texts[i], hidden, tokens, finish, op.chunk)
         here = self._chunk_here(stage + 1)
         if here is not None:
             self._inputs[i, here] = output.detach()
@@ -123,9 +124,9 @@ class StageRunner:
 
     def forward(self, op: Op) -> None:
         """The blocks of a chunk; with the last stage the sum of the losses of the microbatch's targets."""
-        output = self._blocks(op)
-        if self._is_last(op):
-            output = self.language.loss(output, self.texts[op.microbatch].targets)
+        targets, last = self.texts[op.microbatch].targets, self._is_last(op)
+        output = self._blocks(op, (lambda hidden: self.language.loss(hidden, targets)) if last else None)
+        if last:
             self.loss_sum += output.detach().double().cpu()
         self._outputs[op.microbatch, op.chunk] = output
 
@@ -133,20 +134,38 @@ class StageRunner:
         return self._stage(op) == self.stages.count - 1
 
     def write_forward(self, text: PackedText) -> Tensor | None:
-        """Pass whole sequences through this rank's stages (generation); hidden [T, D] where the last stage is, else
-        None.
+        """Pass whole sequences through this rank's stages (generation); with the last stage the logits [B, V] of what
+        follows each sequence, else None.
 
         Image tokens are those of the last `recv_tokens`.
         """
         self.texts = {0: text}
-        output = None
+        logits = None
         for chunk, stage in enumerate(self.stages.of(self.mesh.place.pp)):
+            op = Op("forward", 0, chunk=chunk)
             if stage > 0 and self._chunk_here(stage - 1) is None:
-                self.recv_forward(Op("recv_forward", 0, chunk=chunk))
-            output = self._outputs[0, chunk] = self._blocks(Op("forward", 0, chunk=chunk))
-            if stage + 1 < self.stages.count and self._chunk_here(stage + 1) is None:
-                self.send_forward(Op("send_forward", 0, chunk=chunk))
-        return output if self.last else None
+                self.recv_forward(op)
+            if self._is_last(op):
+                logits = self._blocks(op, self._next_logits(text))
+                continue
+            self._outputs[0, chunk] = self._blocks(op)
+            if self._chunk_here(stage + 1) is None:
+                self.send_forward(op)
+        return logits
+
+    def _next_logits(self, text: PackedText) -> Callable[[Tensor], Tensor]:
+        ends = (torch.tensor(text.seqlens).cumsum(0) - 1).to(self.mesh.device)
+        return lambda hidden: self.language.logits(hidden[ends])
+
+    def accompany(self) -> None:
+        """A forward that is nobody's, for its collectives: where weights are sharded, replicas without sequences of
+        their own take part in gathering them for those that write."""
+        token = torch.zeros(1, dtype=torch.int64, device=self.mesh.device)
+        text = PackedText(token, token, token, (1,), token[:0], ("",))
+        hidden = None
+        if not self.first:
+            hidden = torch.zeros(1, self.plan.model.language.hidden, dtype=self.dtype, device=self.mesh.device)
+        self.language(text, hidden, None, self._next_logits(text) if self.last else None)
 
     def send_forward(self, op: Op) -> None:
         """Send activations to the stage after."""

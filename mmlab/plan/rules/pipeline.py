@@ -33,6 +33,15 @@ def interleaved_microbatches(plan: Plan) -> Iterator[Problem]:
         yield Problem("parallel.microbatches", message, Fix("use a multiple", (f"parallel.microbatches={fits}",)))
 
 
+def sharded_schedule(plan: Plan) -> Iterator[Problem]:
+    """FSDP2 reduces what one backward has gathered: it would lose gradients of other chunks and of put-off weights."""
+    p = plan.parallel
+    if p.sharding in ("zero2", "zero3") and p.schedule in ("interleaved", "zb_h1", "zb_v"):
+        why = "backward in two halves" if p.splits_backward else "several model chunks on a rank"
+        message = f"{p.sharding} would lose gradients under {p.schedule} ({why}); zero1 keeps gradients whole."
+        yield Problem("parallel.sharding", message, Fix("share the optimizer alone", ("parallel.sharding=zero1",)))
+
+
 def stages(plan: Plan) -> Iterator[Problem]:
     """At least one decoder block a stage."""
     layers, p = plan.model.language.layers, plan.parallel
