@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
 
 from mmlab.data.manifest import StepManifest
 from mmlab.data.packed import PackedText
@@ -16,7 +17,7 @@ from mmlab.plan.ops import Op
 from mmlab.plan.schedule import needs_backward, tokens_need_grad
 from mmlab.plan.schema import Plan
 from mmlab.train.precision import compute_dtype
-from mmlab.train.tokens import TokenExchange
+from mmlab.train.tokens import TokenExchange, token_dtype, token_width
 
 
 class StageRunner:
@@ -28,6 +29,8 @@ class StageRunner:
         self.projector = part.projector if plan.parallel.projector == "first_stage" else None
         self.exchange = TokenExchange(plan, mesh)
         place, layout = mesh.place, mesh.layout
+        self.always_project = isinstance(self.projector, FSDPModule)
+        """Whether a microbatch of text alone passes the projector too, which other ranks gather for their images."""
         self.replica = place.dp
         self.first, self.last = place.pp == 0, place.pp == plan.parallel.pp - 1
         neighbour = {"dp": place.dp, "cp": place.cp, "tp": place.tp}
@@ -69,7 +72,9 @@ class StageRunner:
         """Receive image tokens [N*P, D] from their owners, in the order of the images."""
         assert self.manifest is not None
         tokens = self.exchange.receive(self.manifest, op.microbatch)
-        self._tokens[op.microbatch] = tokens.requires_grad_(self.wants_token_grads and tokens.numel() > 0)
+        self._tokens[op.microbatch] = tokens.requires_grad_(
+            self.wants_token_grads and (tokens.numel() > 0 or self.always_project)
+        )
 
     def recv_forward(self, op: Op) -> None:
         """Receive activations [T, D] from the stage before."""
@@ -82,7 +87,7 @@ class StageRunner:
         if hidden is not None and self.wants_input_grads and torch.is_grad_enabled():
             hidden.requires_grad_()
         tokens = self._tokens.get(microbatch)
-        if tokens is not None and self.projector is not None and tokens.numel():
+        if tokens is not None and self.projector is not None and (tokens.numel() or self.always_project):
             tokens = self.projector(tokens)
         output: Tensor = self.language(self.texts[microbatch], hidden, tokens, finish)
         return output
@@ -120,10 +125,13 @@ class StageRunner:
         their own take part in gathering them for those that write."""
         token = torch.zeros(1, dtype=torch.int64, device=self.mesh.device)
         text = PackedText(token, token, token, (1,), token[:0], ("",))
-        hidden = None
-        if not self.first:
-            hidden = torch.zeros(1, self.plan.model.language.hidden, dtype=self.dtype, device=self.mesh.device)
-        self.language(text, hidden, None, self._next_logits(text) if self.last else None)
+        self.texts = {0: text}
+        if self.first:
+            self._tokens[0] = torch.zeros(0, token_width(self.plan), dtype=token_dtype(self.plan), device=token.device)
+        else:
+            hidden = torch.zeros(1, self.plan.model.language.hidden, dtype=self.dtype, device=token.device)
+            self._inputs[0] = hidden
+        self._blocks(0, self._next_logits(text) if self.last else None)
 
     def send_forward(self, op: Op) -> None:
         """Send activations to the stage after."""

@@ -13,8 +13,6 @@ AVAILABLE: tuple[tuple[str, tuple[object, ...]], ...] = (
     ("parallel.sp", (False,)),
     ("parallel.schedule", ("1f1b", "gpipe")),
     ("parallel.engine", ("native",)),
-    ("sharding.vision", ("whole",)),
-    ("sharding.projector", ("whole",)),
     ("offload.mode", ("none",)),
     ("communication.vision.compressor", ("none",)),
     ("communication.language.compressor", ("none",)),
