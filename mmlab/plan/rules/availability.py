@@ -11,9 +11,6 @@ from mmlab.plan.schema import Plan
 AVAILABLE: tuple[tuple[str, tuple[object, ...]], ...] = (
     ("parallel.cp", (1,)),
     ("parallel.sp", (False,)),
-    ("parallel.schedule", ("1f1b", "gpipe")),
-    ("sharding.vision", ("whole",)),
-    ("sharding.projector", ("whole",)),
     ("communication.vision.compressor", ("none",)),
     ("communication.language.compressor", ("none",)),
     ("precision.vision", ("bf16", "fp32", "fp64")),
