@@ -49,11 +49,11 @@ class StepInput:
 class StepResult:
     """What a step gave, equal on every rank.
 
-    Empty without telemetry: `phases` [world][phase] seconds; `traffic[axis]` bytes that all ranks together handed to
-    communication since the step before reported; `communication[module]` (seconds, exposed): how long the module's
-    gradients were under way and how long of it a rank waited, each on the rank where it was longest. `overflow` names
-    the modules of which a gradient (or "loss" if the loss itself) left fp16's range: the update was left out then.
-    `loss_scale` is what the step's gradients were computed with.
+    Empty without telemetry: `phases` [world][phase] seconds; `traffic[axis]` bytes that each of `layout.groups(axis)`
+    handed to communication since the step before reported; `communication[module]` (seconds, exposed): how long the
+    module's gradients were under way and how long of it a rank waited, each on the rank where it was longest.
+    `overflow` names the modules of which a gradient (or "loss" if the loss itself) left fp16's range: the update was
+    left out then. `loss_scale` is what the step's gradients were computed with.
     """
 
     loss: float
@@ -64,7 +64,7 @@ class StepResult:
     commands: bool
     next_bad: frozenset[int]
     phases: list[list[float]]
-    traffic: dict[str, int]
+    traffic: dict[str, list[int]]
     communication: dict[str, tuple[float, float]]
     overflow: list[str]
     loss_scale: float
@@ -89,6 +89,7 @@ class HybridStep:
     def __init__(self, plan: Plan, mesh: Mesh, built: Built, watch: Watch) -> None:
         self.plan, self.mesh, self.built, self.watch = plan, mesh, built, watch
         self.scale = LossScale(plan)
+        self._groups = {axis: mesh.layout.groups(axis) for axis in AXES}
         self.encoder = EncoderRunner(plan, mesh, built.part) if mesh.place.vision >= 0 else None
         self.stage = StageRunner(plan, mesh, built.part) if mesh.place.role == "language" else None
         self._handlers: dict[str, Handler] = {}
@@ -106,9 +107,13 @@ class HybridStep:
         beside = kind == "encode_backward"
         names = [t.name for t in self.built.trained if (t.module in modules) == beside]
 
+        sharded = [s for name, s in self.built.sharded.items() if (name in modules) == beside]
+
         def handle(op: Op) -> None:
             if op == last:
                 self.built.reducer.arm(names)
+            for module in sharded:
+                module.before_backward(last=op == last)
             handler(op)
 
         return handle
@@ -137,8 +142,13 @@ class HybridStep:
         self._begin(batch)
         state: dict[str, StepResult] = {}
 
+        def reduce(_: Op) -> None:
+            self.end_sharded()
+            self.built.reducer.finish()
+
         def norm(_: Op) -> None:
             self.flush()
+            self.end_sharded()  # also where nothing trains and so nothing was reduced
             self.built.reducer.scale(1.0 / self.scale.value)
             if inspect is not None:
                 inspect(self.built)
@@ -154,7 +164,7 @@ class HybridStep:
             result.lr = self.built.optimizer.step(plan, step, self.built.reducer.grads)
 
         handlers = self._handlers | {
-            "reduce": lambda _: self.built.reducer.finish(),
+            "reduce": reduce,
             "reduce_embedding": lambda _: self._reduce_embedding(),
             "norm": norm,
             "update": update,
@@ -168,7 +178,13 @@ class HybridStep:
         with torch.no_grad():
             run_ops(forward_ops(self.built.ops, microbatches), self._handlers, self.watch)
             self.flush()
+        self.end_sharded()
         return float(self.stage.loss_sum) if self.stage is not None and self.mesh.place.tp == 0 else 0.0
+
+    def end_sharded(self) -> None:
+        """Wait for gradients that FSDP2 sums, and drop the weights that it has gathered."""
+        for module in self.built.sharded.values():
+            module.finish()
 
     def _reduce_embedding(self) -> None:
         if self.mesh.embedding is not None and EMBEDDING in self.built.reducer.grads:
@@ -215,13 +231,16 @@ class HybridStep:
             loss_scale=scale,
         )
 
-    @staticmethod
-    def _reported(rows: Tensor) -> tuple[list[list[float]], dict[str, int], dict[str, tuple[float, float]]]:
+    def _reported(self, rows: Tensor) -> tuple[list[list[float]], dict[str, list[int]], dict[str, tuple[float, float]]]:
         """Phases, traffic and communication from the ranks' rows; empty without telemetry."""
         if not rows.shape[0]:
             return [], {}, {}
         phases, traffic, seconds, exposed = rows.split((len(PHASES), len(AXES), len(MODULES), len(MODULES)), dim=1)
-        sums = {axis: int(b) for axis, b in zip(AXES, traffic.sum(0).tolist(), strict=True) if b}
+        sums = {
+            axis: [int(column[group].sum()) for group in self._groups[axis]]
+            for axis, column in zip(AXES, traffic.unbind(1), strict=True)
+            if column.any()
+        }
         longest = zip(MODULES, seconds.amax(0).tolist(), exposed.amax(0).tolist(), strict=True)
         return phases.tolist(), sums, {m: (s, e) for m, s, e in longest if s}
 

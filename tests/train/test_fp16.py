@@ -4,7 +4,6 @@ import fp16_functions
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.state_dict_loader import _load_state_dict_from_keys
 
 from mmlab.cluster.verify import in_precision
 from mmlab.messages import RunPaths, read_events
@@ -40,11 +39,10 @@ def play(pool, plan, folder, at_steps, restore=None):
 
 def weights(folder):
     """All tensors of a checkpoint."""
-    return {
-        key: value
-        for key, value in _load_state_dict_from_keys(storage_reader=dcp.FileSystemReader(folder), no_dist=True).items()
-        if isinstance(value, torch.Tensor)
-    }
+    stored = dcp.FileSystemReader(folder).read_metadata().state_dict_metadata
+    values = {key: torch.empty(tuple(entry.size), dtype=entry.properties.dtype) for key, entry in stored.items()}
+    dcp.load(values, checkpoint_id=folder, no_dist=True)
+    return values
 
 
 def test_the_scale_halves_doubles_and_stays_a_power_of_two():
