@@ -30,9 +30,7 @@ SPACE = {
     "train.vision.frozen": (False, False, True),
     "train.projector.frozen": (False, False, True),
     "train.language.frozen": (False, False, False, True),
-    "train.vision.lora_rank": (0, 0, 0, 2),
     "train.projector.lora_rank": (0, 0, 0, 3),
-    "train.language.lora_rank": (0, 0, 0, 4),
 }  # fmt: skip
 """Values that are drawn; a value that stands twice is drawn twice as often."""
 
