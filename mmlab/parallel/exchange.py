@@ -14,7 +14,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from mmlab.parallel.traffic import Traffic
+
 KINDS = ("tokens", "token_grads", "forward", "backward", "next_ids")
+AXIS = {"tokens": "tokens", "token_grads": "tokens", "forward": "pp", "backward": "pp", "next_ids": "pp"}
+"""Axis (of `mmlab.messages.AXES`) that each kind is counted under."""
 _TAGS_PER_KIND = 1 << 20
 
 
@@ -25,9 +29,10 @@ class Link:
     issued, and 1F1B issues a stage's sends forward and receives backward in another order than its neighbour does.
     """
 
-    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
+    def __init__(self, group: dist.ProcessGroup, device: torch.device, traffic: Traffic) -> None:
         self.group = group
         self.device = device
+        self.traffic = traffic
         self._pending: list[tuple[dist.Work | None, Tensor]] = []
 
     @staticmethod
@@ -39,6 +44,7 @@ class Link:
         if tensor.numel() == 0:
             return
         tensor = tensor.detach().contiguous()
+        self.traffic.add(AXIS[kind], tensor)
         work = dist.isend(tensor, peer, group=self.group, tag=self._tag(kind, microbatch))
         self._pending.append((work, tensor))
 

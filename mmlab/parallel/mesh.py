@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -12,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from mmlab.parallel import shm
 from mmlab.parallel.exchange import Link
 from mmlab.parallel.tensor import TensorGroup
+from mmlab.parallel.traffic import Traffic
 from mmlab.plan.layout import Layout, Place
 from mmlab.plan.schema import Plan
 
@@ -24,9 +26,9 @@ pictures of an evaluation). Lost and failed ranks are found by other means withi
 class Mesh:
     """What a rank needs to talk to the others.
 
-    `reduction` is the data-parallel group of this rank's parameters (encoder ranks: the encoder group), `embedding`
-    the first and last stage's pair for tied embeddings; both None where there is nobody else. `control` carries the
-    step's own reduction and the commands, on CPU tensors whatever the device.
+    `reductions[module]` is the group of the ranks that hold the same parameters of a module and see other data,
+    `embedding` the first and last stage's pair for tied embeddings; None where there is nobody else. `control` carries
+    the step's own reduction and the commands, on CPU tensors whatever the device. `traffic` counts what is sent.
     """
 
     layout: Layout
@@ -34,10 +36,11 @@ class Mesh:
     device: torch.device
     control: dist.ProcessGroup | None
     tp: TensorGroup
-    reduction: dist.ProcessGroup | None
+    reductions: Mapping[str, dist.ProcessGroup | None]
     embedding: dist.ProcessGroup | None
     forward: Link | None
     backward: Link | None
+    traffic: Traffic
 
     @property
     def world_size(self) -> int:
@@ -65,7 +68,7 @@ def build_mesh(plan: Plan, layout: Layout, rank: int, store: dist.Store | None, 
     place = layout.place(rank)
     alone = TensorGroup()
     if len(layout.places) == 1:
-        return Mesh(layout, place, device, None, alone, None, None, None, None)
+        return Mesh(layout, place, device, None, alone, {}, None, None, None, Traffic())
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     if device.type == "cpu" and plan.cluster.collectives == "shm":
         shm.register()  # takes gloo by itself where the ranks share no x86-64 Linux host or have no memory to share
@@ -81,12 +84,18 @@ def build_mesh(plan: Plan, layout: Layout, rank: int, store: dist.Store | None, 
     vision_group = _my_group([layout.vision_ranks], rank)
     tied = plan.model.language.tied_embeddings
     embedding = _my_group(layout.embedding_groups if tied else [], rank)
-    tp = alone
+    tp, traffic = alone, Traffic()
     if tp_group is not None:
-        tp = TensorGroup(tp_group, place.tp, plan.parallel.tp, DeviceMesh.from_group(tp_group, device.type))
+        mesh = DeviceMesh.from_group(tp_group, device.type)
+        tp = TensorGroup(tp_group, place.tp, plan.parallel.tp, mesh, traffic)
+    reductions = {
+        "vision": vision_group,
+        "projector": vision_group if plan.parallel.projector == "vision" else dp_group,
+        "language": dp_group,
+    }
     return Mesh(
-        layout, place, device, control, tp, vision_group if place.role == "vision" else dp_group, embedding,
-        Link(forward, device), Link(backward, device),
+        layout, place, device, control, tp, reductions, embedding,
+        Link(forward, device, traffic), Link(backward, device, traffic), traffic,
     )  # fmt: skip
 
 

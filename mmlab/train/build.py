@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from mmlab.models.build import Part, PartModel, build_part
 from mmlab.models.weights import init_from
-from mmlab.parallel.gradients import GradientBuckets, Trained, is_sharded, local_tensor
+from mmlab.parallel.gradients import Reducer, Trained, is_sharded, local_tensor
 from mmlab.parallel.mesh import Mesh
 from mmlab.plan.layout import Layout, Place
 from mmlab.plan.schedule import Op, build_schedule
@@ -35,7 +35,7 @@ class Built:
 
     part: PartModel
     trained: list[Trained]
-    buckets: GradientBuckets
+    reducer: Reducer
     optimizer: Optimizer
     ops: list[Op]
 
@@ -60,11 +60,17 @@ def _trained(plan: Plan, mesh: Mesh, part: PartModel) -> list[Trained]:
     return trained
 
 
+def _bucket_bytes(plan: Plan) -> dict[str, float]:
+    """Largest bucket of each module; the projector goes with the side that computes it."""
+    vision, language = plan.communication.vision.bucket_mb * 1e6, plan.communication.language.bucket_mb * 1e6
+    beside = plan.parallel.projector == "vision"
+    return {"vision": vision, "projector": vision if beside else language, "language": language}
+
+
 def build(plan: Plan, mesh: Mesh) -> Built:
     """Make this rank's part; the order of what is applied is the order of these lines."""
     part = build_part(plan, part_of(plan, mesh.layout, mesh.place), mesh.tp, master_dtype(plan), mesh.device)
     init_from(part, plan)
     trained = _trained(plan, mesh, part)
-    communication = plan.communication.vision if mesh.place.role == "vision" else plan.communication.language
-    buckets = GradientBuckets(trained, mesh.reduction, communication.bucket_mb * 1e6)
-    return Built(part, trained, buckets, Optimizer(plan, trained), build_schedule(plan).ops[mesh.place.rank])
+    reducer = Reducer(trained, mesh.reductions, _bucket_bytes(plan), mesh.tp.group, mesh.traffic)
+    return Built(part, trained, reducer, Optimizer(plan, trained), build_schedule(plan).ops[mesh.place.rank])

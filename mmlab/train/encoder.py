@@ -11,6 +11,7 @@ from mmlab.data.manifest import StepManifest
 from mmlab.models.build import PartModel
 from mmlab.parallel.mesh import Mesh
 from mmlab.parallel.pipeline import Handler
+from mmlab.plan.ops import Op
 from mmlab.plan.schema import Plan
 from mmlab.train.precision import compute_dtype
 
@@ -67,8 +68,9 @@ class EncoderRunner:
             counts[replica] = counts.get(replica, 0) + self.manifest.samples[position].tiles * self.tokens_per_tile
         return sorted(counts.items())
 
-    def encode(self, microbatch: int) -> None:
+    def encode(self, op: Op) -> None:
         """Forward of this rank's images of a microbatch."""
+        microbatch = op.microbatch
         assert self.manifest is not None
         positions: Sequence[int] = self.manifest.owned(self.owner, microbatch)
         if not positions:
@@ -79,8 +81,9 @@ class EncoderRunner:
             tokens = self.projector(tokens)
         self._outputs[microbatch] = tokens.flatten(0, 1).to(token_dtype(self.plan))
 
-    def send_tokens(self, microbatch: int) -> None:
+    def send_tokens(self, op: Op) -> None:
         """Send each replica its rows."""
+        microbatch = op.microbatch
         link, layout = self.mesh.forward, self.mesh.layout
         assert link is not None
         offset = 0
@@ -90,8 +93,9 @@ class EncoderRunner:
             for tp in range(self.plan.parallel.tp):
                 link.send(part, layout.rank_of(pp=0, dp=replica, cp=0, tp=tp), "tokens", microbatch)
 
-    def recv_token_grads(self, microbatch: int) -> None:
+    def recv_token_grads(self, op: Op) -> None:
         """Receive the gradients of this rank's rows."""
+        microbatch = op.microbatch
         link, layout = self.mesh.backward, self.mesh.layout
         assert link is not None
         grads = []
@@ -102,8 +106,9 @@ class EncoderRunner:
         if grads:
             self._grads[microbatch] = torch.cat(grads)
 
-    def encode_backward(self, microbatch: int) -> None:
+    def encode_backward(self, op: Op) -> None:
         """Backward of this rank's images of a microbatch."""
+        microbatch = op.microbatch
         output = self._outputs.pop(microbatch, None)
         if output is not None and output.requires_grad:
             torch.autograd.backward(output, self._grads.pop(microbatch))

@@ -15,6 +15,7 @@ from mmlab.data.pipeline import DataSource
 from mmlab.data.sources import has_held_out
 from mmlab.messages import write_atomic
 from mmlab.parallel.mesh import Mesh
+from mmlab.plan.ops import Op
 from mmlab.plan.schema import Plan
 from mmlab.train.control import Channel
 from mmlab.train.stage import StageRunner
@@ -121,8 +122,8 @@ class Evaluator:
             if encoder is not None:
                 owned = manifest.owned(encoder.owner)
                 encoder.begin(manifest, {p: self.source.decode_sample(manifest.samples[p])[0] for p in owned})
-                encoder.encode(0)
-                encoder.send_tokens(0)
+                encoder.encode(Op("encode", 0))
+                encoder.send_tokens(Op("send_tokens", 0))
             elif stage is not None and stage.replica == 0:
                 answers = self._write_on(stage, manifest)
             self.runner.flush()
@@ -142,7 +143,7 @@ class Evaluator:
         written: list[list[int]] = [[] for _ in prompts]
         stage.begin(manifest, {}, 1)
         if stage.first:
-            stage.recv_tokens(0)
+            stage.recv_tokens(Op("recv_tokens", 0))
         for number in range(longest):
             rows = [prompt + answer for prompt, answer in zip(prompts, written, strict=True)]
             text = pack([TextSequence(tuple(row), (IGNORE,) * len(row)) for row in rows], self.source.image_id)

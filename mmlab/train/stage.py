@@ -12,6 +12,7 @@ from mmlab.data.packed import PackedText
 from mmlab.models.build import PartModel
 from mmlab.parallel.mesh import Mesh
 from mmlab.parallel.pipeline import Handler
+from mmlab.plan.ops import Op
 from mmlab.plan.schedule import needs_backward, tokens_need_grad
 from mmlab.plan.schema import Plan
 from mmlab.train.encoder import token_dtype, token_width
@@ -79,8 +80,9 @@ class StageRunner:
             found.setdefault(owner, []).append(index)
         return sorted(found.items())
 
-    def recv_tokens(self, microbatch: int) -> None:
+    def recv_tokens(self, op: Op) -> None:
         """Receive image tokens [N*P, D] from their owners, into the order of the images."""
+        microbatch = op.microbatch
         assert self.mesh.forward is not None
         per_tile, width = self.plan.model.vision.tokens_per_tile, token_width(self.plan)
         owners = self._by_owner(microbatch)
@@ -92,8 +94,9 @@ class StageRunner:
             tokens[indices] = rows.view(len(indices), per_tile, width)
         self._tokens[microbatch] = tokens.flatten(0, 1).requires_grad_(self.wants_token_grads and tiles > 0)
 
-    def recv_forward(self, microbatch: int) -> None:
+    def recv_forward(self, op: Op) -> None:
         """Receive activations [T, D] from the stage before."""
+        microbatch = op.microbatch
         assert self.mesh.forward is not None
         shape = (self.texts[microbatch].tokens, self.plan.model.language.hidden)
         self._inputs[microbatch] = self.mesh.forward.recv(shape, self.dtype, self.before, "forward", microbatch)
@@ -108,8 +111,9 @@ class StageRunner:
         output: Tensor = self.language(self.texts[microbatch], hidden, tokens)
         return output
 
-    def forward(self, microbatch: int) -> None:
+    def forward(self, op: Op) -> None:
         """This stage's blocks; on the last stage the sum of the losses of the microbatch's targets."""
+        microbatch = op.microbatch
         output = self._blocks(microbatch)
         if self.last:
             output = self.language.loss(output, self.texts[microbatch].targets)
@@ -123,26 +127,29 @@ class StageRunner:
         """
         self.texts = {0: text}
         if not self.first:
-            self.recv_forward(0)
+            self.recv_forward(Op("recv_forward", 0))
         self._outputs[0] = self._blocks(0)
         if self.last:
             return self._outputs[0]
-        self.send_forward(0)
+        self.send_forward(Op("send_forward", 0))
         return None
 
-    def send_forward(self, microbatch: int) -> None:
+    def send_forward(self, op: Op) -> None:
         """Send activations to the stage after."""
+        microbatch = op.microbatch
         assert self.mesh.forward is not None
         self.mesh.forward.send(self._outputs[microbatch].to(self.dtype), self.after, "forward", microbatch)
 
-    def recv_backward(self, microbatch: int) -> None:
+    def recv_backward(self, op: Op) -> None:
         """Receive the gradient of this stage's output."""
+        microbatch = op.microbatch
         assert self.mesh.backward is not None
         shape = (self.texts[microbatch].tokens, self.plan.model.language.hidden)
         self._grads[microbatch] = self.mesh.backward.recv(shape, self.dtype, self.after, "backward", microbatch)
 
-    def backward(self, microbatch: int) -> None:
+    def backward(self, op: Op) -> None:
         """Backward of a microbatch; a loss is divided by the global count of targets (design, decision 7)."""
+        microbatch = op.microbatch
         output = self._outputs.pop(microbatch)
         if not output.requires_grad:
             return  # a frozen first stage and a microbatch of text alone: nothing before it wants a gradient
@@ -151,15 +158,17 @@ class StageRunner:
         else:
             torch.autograd.backward(output, self._grads.pop(microbatch).to(output.dtype))
 
-    def send_backward(self, microbatch: int) -> None:
+    def send_backward(self, op: Op) -> None:
         """Send the gradient of this stage's input to the stage before."""
+        microbatch = op.microbatch
         assert self.mesh.backward is not None
         hidden = self._inputs.pop(microbatch)
         grad = hidden.grad if hidden.grad is not None else torch.zeros_like(hidden)
         self.mesh.backward.send(grad, self.before, "backward", microbatch)
 
-    def send_token_grads(self, microbatch: int) -> None:
+    def send_token_grads(self, op: Op) -> None:
         """Send the gradients of image tokens back to the images' owners (tp rank 0 only: they are equal on all)."""
+        microbatch = op.microbatch
         tokens = self._tokens.pop(microbatch)
         if self.mesh.place.tp != 0 or tokens.numel() == 0:
             return
