@@ -112,9 +112,19 @@ class Layout:
         return [[self.rank_of(**at, **to) for to in self._grid("cp")] for at in self._grid("pp", "dp", "tp")]
 
     @cached_property
+    def block_groups(self) -> list[list[int]]:
+        """Ranks that meet inside every decoder block: same stage and replica."""
+        return [[self.rank_of(**at, **to) for to in self._grid("cp", "tp")] for at in self._grid("pp", "dp")]
+
+    @cached_property
     def dp_groups(self) -> list[list[int]]:
-        """Gradient reduction of the language model: same stage, cp and tp."""
+        """Replicas that see different samples: same stage, cp and tp."""
         return [[self.rank_of(**at, **to) for to in self._grid("dp")] for at in self._grid("pp", "cp", "tp")]
+
+    @cached_property
+    def language_groups(self) -> list[list[int]]:
+        """Gradient reduction of the language model, over replicas and shares of the tokens: same stage and tp."""
+        return [[self.rank_of(**at, **to) for to in self._grid("dp", "cp")] for at in self._grid("pp", "tp")]
 
     @cached_property
     def pipelines(self) -> list[list[int]]:

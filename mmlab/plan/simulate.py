@@ -71,9 +71,9 @@ class _Player:
         if rank in layout.vision_ranks:
             return layout.vision_group if kind == "reduce" else []
         groups = {
-            "forward": layout.tp_groups,
-            "backward": layout.tp_groups,
-            "reduce": layout.dp_groups,
+            "forward": layout.block_groups,
+            "backward": layout.block_groups,
+            "reduce": layout.language_groups,
             "reduce_embedding": layout.embedding_groups,
         }
         return layout.group_of(groups.get(kind, []), rank)

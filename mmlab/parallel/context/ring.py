@@ -106,12 +106,16 @@ class _Wire:
         step = self.exchanges[number]
         arriving = kv.new_empty(step.arriving, *kv.shape[1:])
         leaving = kv.index_select(0, step.wanted)
+        self.group.count("cp", kv, len(step.wanted))
+        if step.skipped:
+            self.group.count("cp_skipped", kv, step.skipped)
         return arriving, self._swap([(leaving, step.to, True), (arriving, step.source, False)])
 
     def give_back(self, number: int, dkv: Tensor) -> tuple[Tensor, list[dist.Work]]:
         """The way back of `fetch`: gradients of what arrived go to their owner, those of what left come in."""
         step = self.exchanges[number]
         arriving = dkv.new_empty(len(step.wanted), *dkv.shape[1:])
+        self.group.count("cp", dkv, len(dkv))
         return arriving, self._swap([(dkv, step.source, True), (arriving, step.to, False)])
 
     def finish(self) -> None:
@@ -128,6 +132,7 @@ def _merge_shared(total: _Sum, rows: Tensor, group: ContextGroup) -> None:
     """Each rank's partial attention of the shared queries, merged over the ranks, in the same order on all."""
     mine = torch.cat([total.out.index_select(0, rows), total.lse.index_select(0, rows).unsqueeze(-1)], -1)
     everyone = mine.new_empty(group.size * len(rows), *mine.shape[1:])
+    group.count("cp", mine, len(mine))
     dist.all_gather_into_tensor(everyone, mine, group=group.group)
     total.out.index_fill_(0, rows, 0.0)
     total.lse.index_fill_(0, rows, -math.inf)
@@ -170,6 +175,7 @@ class _Ring(torch.autograd.Function):
         if len(plan.merged):
             # Every rank's copy of a shared query uses this rank's partial attention of it.
             shared = grad.index_select(0, plan.merged)
+            group.count("cp", shared, len(shared))
             dist.all_reduce(shared, group=group.group)
             sums.add(plan.partial, grad.index_copy(0, plan.merged, shared), kv, sums.dkv)
         sums.add(plan.local, grad, kv, sums.dkv)

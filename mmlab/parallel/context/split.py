@@ -8,6 +8,9 @@ from dataclasses import dataclass
 import numpy as np
 import torch.distributed as dist
 from numpy.typing import NDArray
+from torch import Tensor
+
+from mmlab.parallel.traffic import Traffic
 
 Rows = NDArray[np.int64]
 """Token indices into a pack, ascending."""
@@ -27,6 +30,13 @@ class ContextGroup:
     """The plan's `parallel.cp_mode`."""
     scope: str = "all"
     """The plan's `parallel.cp_scope`."""
+    traffic: Traffic | None = None
+    """Where the bytes are counted."""
+
+    def count(self, axis: str, like: Tensor, rows: int) -> None:
+        """Count `rows` rows of a tensor like this as sent (or, `cp_skipped`, as not sent)."""
+        if self.traffic is not None:
+            self.traffic.add_rows(axis, like, rows)
 
 
 @dataclass(frozen=True)

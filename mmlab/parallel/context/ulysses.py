@@ -19,6 +19,7 @@ from mmlab.parallel.context.split import ContextGroup
 def _exchange(parts: Tensor, leaving: Sequence[int], arriving: Sequence[int], group: ContextGroup) -> Tensor:
     """All-to-all of rows: `leaving[c]` rows of `parts` go to rank c, `arriving[c]` come from it."""
     found = parts.new_empty(sum(arriving), *parts.shape[1:])
+    group.count("cp", parts, len(parts) - leaving[group.rank])
     dist.all_to_all_single(found, parts.contiguous(), list(arriving), list(leaving), group=group.group)
     return found
 
