@@ -40,8 +40,8 @@ class Mesh:
     cp: ContextGroup
     reductions: Mapping[str, dist.ProcessGroup | None]
     embedding: dist.ProcessGroup | None
-    forward: Link | None
-    backward: Link | None
+    forward: Link
+    backward: Link
     traffic: Traffic
 
     @property
@@ -68,9 +68,10 @@ def build_mesh(plan: Plan, layout: Layout, rank: int, store: dist.Store | None, 
     `store` is None when the environment says where the rendezvous is (torchrun). A plan of one rank needs no groups.
     """
     place = layout.place(rank)
-    alone = TensorGroup()
+    alone, traffic = TensorGroup(), Traffic()
     if len(layout.places) == 1:
-        return Mesh(layout, place, device, None, alone, ContextGroup(), {}, None, None, None, Traffic())
+        forward_link, backward_link = (Link(None, rank, device, traffic) for _ in range(2))
+        return Mesh(layout, place, device, None, alone, ContextGroup(), {}, None, forward_link, backward_link, traffic)
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     if device.type == "cpu" and plan.cluster.collectives == "shm":
         shm.register()  # takes gloo by itself where the ranks share no x86-64 Linux host or have no memory to share
@@ -87,7 +88,7 @@ def build_mesh(plan: Plan, layout: Layout, rank: int, store: dist.Store | None, 
     vision_group = _my_group([layout.vision_ranks], rank)
     tied = plan.model.language.tied_embeddings
     embedding = _my_group(layout.embedding_groups if tied else [], rank)
-    tp, traffic = alone, Traffic()
+    tp = alone
     if tp_group is not None:
         mesh = DeviceMesh.from_group(tp_group, device.type)
         tp = TensorGroup(tp_group, place.tp, plan.parallel.tp, mesh, traffic, plan.parallel.sp)
@@ -102,14 +103,13 @@ def build_mesh(plan: Plan, layout: Layout, rank: int, store: dist.Store | None, 
     }
     return Mesh(
         layout, place, device, control, tp, cp, reductions, embedding,
-        Link(forward, device, traffic), Link(backward, device, traffic), traffic,
+        Link(forward, rank, device, traffic), Link(backward, rank, device, traffic), traffic,
     )  # fmt: skip
 
 
 def close_mesh(mesh: Mesh) -> None:
     """End the groups of this rank."""
     for link in (mesh.forward, mesh.backward):
-        if link is not None:
-            link.drop()
+        link.drop()
     if dist.is_initialized():
         dist.destroy_process_group()

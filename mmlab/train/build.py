@@ -20,13 +20,14 @@ EMBEDDING = "language.model.embed_tokens.weight"
 
 def part_of(plan: Plan, layout: Layout, place: Place) -> Part:
     """Which part of the model a rank holds."""
-    with_vision = plan.parallel.projector == "vision"
+    beside, encodes = plan.parallel.projector == "vision", place.vision >= 0
     if place.role == "vision":
-        return Part(vision=True, projector=with_vision, layers=None, embed=False, head=False)
+        return Part(vision=True, projector=beside)
     first, last = place.pp == 0, place.pp == plan.parallel.pp - 1
     return Part(
-        vision=False, projector=first and not with_vision, layers=layout.layers_of(place.pp), embed=first, head=last
-    )
+        vision=encodes, projector=encodes if beside else first, layers=layout.layers_of(place.pp), embed=first,
+        head=last,
+    )  # fmt: skip
 
 
 @dataclass
@@ -47,15 +48,15 @@ def is_tied_copy(plan: Plan, place: Place, name: str) -> bool:
 
 def _trained(plan: Plan, mesh: Mesh, part: PartModel) -> list[Trained]:
     place = mesh.place
-    first_replica = place.vision == 0 if place.role == "vision" else place.dp == 0
+    beside = ("vision", "projector") if plan.parallel.projector == "vision" else ("vision",)
     trained = []
     for name, param in part.named_parameters():
         module = name.split(".", 1)[0]
         if getattr(plan.train, module).frozen:
             param.requires_grad_(False)
             continue
-        once = is_sharded(param) or place.role == "vision" or place.tp == 0  # replicas over tp are equal
-        counted = first_replica and once and not is_tied_copy(plan, place, name)
+        once = place.dp == 0 and (is_sharded(param) or place.tp == 0)  # replicas over tp are equal
+        counted = place.vision == 0 if module in beside else once and not is_tied_copy(plan, place, name)
         trained.append(Trained(name, param, local_tensor(param), module, counted))
     return trained
 

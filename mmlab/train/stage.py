@@ -15,8 +15,8 @@ from mmlab.parallel.pipeline import Handler
 from mmlab.plan.ops import Op
 from mmlab.plan.schedule import needs_backward, tokens_need_grad
 from mmlab.plan.schema import Plan
-from mmlab.train.encoder import token_dtype, token_width
 from mmlab.train.precision import compute_dtype
+from mmlab.train.tokens import TokenExchange
 
 
 class StageRunner:
@@ -24,7 +24,9 @@ class StageRunner:
 
     def __init__(self, plan: Plan, mesh: Mesh, part: PartModel) -> None:
         assert part.language is not None
-        self.plan, self.mesh, self.language, self.projector = plan, mesh, part.language, part.projector
+        self.plan, self.mesh, self.language = plan, mesh, part.language
+        self.projector = part.projector if plan.parallel.projector == "first_stage" else None
+        self.exchange = TokenExchange(plan, mesh)
         place, layout = mesh.place, mesh.layout
         self.replica = place.dp
         self.first, self.last = place.pp == 0, place.pp == plan.parallel.pp - 1
@@ -63,41 +65,15 @@ class StageRunner:
             "send_token_grads": self.send_token_grads,
         }
 
-    def _tiles(self, microbatch: int) -> list[tuple[int, int]]:
-        """(owner, index of the tile in the microbatch) of each image tile of this replica, in order."""
-        assert self.manifest is not None
-        owners = [
-            self.manifest.owner(position)
-            for position in self.manifest.microbatch(self.replica, microbatch)
-            for _ in range(self.manifest.samples[position].tiles)
-        ]
-        return [(owner, index) for index, owner in enumerate(owners)]
-
-    def _by_owner(self, microbatch: int) -> list[tuple[int, list[int]]]:
-        """(owner, indices of its tiles) for each owner that has any, in owner order."""
-        found: dict[int, list[int]] = {}
-        for owner, index in self._tiles(microbatch):
-            found.setdefault(owner, []).append(index)
-        return sorted(found.items())
-
     def recv_tokens(self, op: Op) -> None:
-        """Receive image tokens [N*P, D] from their owners, into the order of the images."""
-        microbatch = op.microbatch
-        assert self.mesh.forward is not None
-        per_tile, width = self.plan.model.vision.tokens_per_tile, token_width(self.plan)
-        owners = self._by_owner(microbatch)
-        tiles = sum(len(indices) for _, indices in owners)
-        tokens = torch.empty((tiles, per_tile, width), dtype=token_dtype(self.plan), device=self.mesh.device)
-        for owner, indices in owners:
-            peer = self.mesh.layout.vision_ranks[owner]
-            rows = self.mesh.forward.recv((len(indices) * per_tile, width), tokens.dtype, peer, "tokens", microbatch)
-            tokens[indices] = rows.view(len(indices), per_tile, width)
-        self._tokens[microbatch] = tokens.flatten(0, 1).requires_grad_(self.wants_token_grads and tiles > 0)
+        """Receive image tokens [N*P, D] from their owners, in the order of the images."""
+        assert self.manifest is not None
+        tokens = self.exchange.receive(self.manifest, op.microbatch)
+        self._tokens[op.microbatch] = tokens.requires_grad_(self.wants_token_grads and tokens.numel() > 0)
 
     def recv_forward(self, op: Op) -> None:
         """Receive activations [T, D] from the stage before."""
         microbatch = op.microbatch
-        assert self.mesh.forward is not None
         shape = (self.texts[microbatch].tokens, self.plan.model.language.hidden)
         self._inputs[microbatch] = self.mesh.forward.recv(shape, self.dtype, self.before, "forward", microbatch)
 
@@ -137,13 +113,11 @@ class StageRunner:
     def send_forward(self, op: Op) -> None:
         """Send activations to the stage after."""
         microbatch = op.microbatch
-        assert self.mesh.forward is not None
         self.mesh.forward.send(self._outputs[microbatch].to(self.dtype), self.after, "forward", microbatch)
 
     def recv_backward(self, op: Op) -> None:
         """Receive the gradient of this stage's output."""
         microbatch = op.microbatch
-        assert self.mesh.backward is not None
         shape = (self.texts[microbatch].tokens, self.plan.model.language.hidden)
         self._grads[microbatch] = self.mesh.backward.recv(shape, self.dtype, self.after, "backward", microbatch)
 
@@ -161,21 +135,14 @@ class StageRunner:
     def send_backward(self, op: Op) -> None:
         """Send the gradient of this stage's input to the stage before."""
         microbatch = op.microbatch
-        assert self.mesh.backward is not None
         hidden = self._inputs.pop(microbatch)
         grad = hidden.grad if hidden.grad is not None else torch.zeros_like(hidden)
         self.mesh.backward.send(grad, self.before, "backward", microbatch)
 
     def send_token_grads(self, op: Op) -> None:
-        """Send the gradients of image tokens back to the images' owners (tp rank 0 only: they are equal on all)."""
-        microbatch = op.microbatch
-        tokens = self._tokens.pop(microbatch)
-        if self.mesh.place.tp != 0 or tokens.numel() == 0:
-            return
-        assert self.mesh.backward is not None
-        grad = tokens.grad if tokens.grad is not None else torch.zeros_like(tokens)
-        per_tile = self.plan.model.vision.tokens_per_tile
-        tiles = grad.view(-1, per_tile, grad.shape[-1])
-        for owner, indices in self._by_owner(microbatch):
-            peer = self.mesh.layout.vision_ranks[owner]
-            self.mesh.backward.send(tiles[indices].flatten(0, 1), peer, "token_grads", microbatch)
+        """Send the gradients of image tokens back to the images' owners."""
+        assert self.manifest is not None
+        tokens = self._tokens.pop(op.microbatch)
+        if tokens.numel():
+            grad = tokens.grad if tokens.grad is not None else torch.zeros_like(tokens)
+            self.exchange.give_back(self.manifest, op.microbatch, grad)

@@ -27,7 +27,7 @@ from mmlab.train.stage import StageRunner
 
 @dataclass(frozen=True)
 class StepInput:
-    """What a rank needs for a step: `texts[microbatch]` on stage ranks, `pixels[position]` on encoder ranks.
+    """What a rank needs for a step: `texts[microbatch]` on stage ranks, `pixels[position]` on ranks that encode.
 
     `bad` are the positions whose image could not be decoded, agreed by all ranks; their targets are masked.
     """
@@ -82,11 +82,12 @@ class HybridStep:
 
     def __init__(self, plan: Plan, mesh: Mesh, built: Built, watch: Watch) -> None:
         self.plan, self.mesh, self.built, self.watch = plan, mesh, built, watch
-        self.encoder = EncoderRunner(plan, mesh, built.part) if mesh.place.role == "vision" else None
+        self.encoder = EncoderRunner(plan, mesh, built.part) if mesh.place.vision >= 0 else None
         self.stage = StageRunner(plan, mesh, built.part) if mesh.place.role == "language" else None
-        runner = self.encoder or self.stage
-        assert runner is not None
-        self._handlers: dict[str, Handler] = dict(runner.handlers())
+        self._handlers: dict[str, Handler] = {}
+        for runner in (self.encoder, self.stage):
+            if runner is not None:
+                self._handlers |= runner.handlers()
         for kind in ("backward", "encode_backward"):
             if kind in self._handlers:
                 self._handlers[kind] = self._arming(kind, self._handlers[kind])
@@ -114,8 +115,7 @@ class HybridStep:
     def flush(self) -> None:
         """Wait until everything sent has left."""
         for link in (self.mesh.forward, self.mesh.backward):
-            if link is not None:
-                link.flush()
+            link.flush()
 
     def train(
         self, plan: Plan, step: int, batch: StepInput, ride: Ride, inspect: Callable[[Built], None] | None = None

@@ -9,10 +9,8 @@ from mmlab.plan.problems import Fix, Problem
 from mmlab.plan.schema import Plan
 
 AVAILABLE: tuple[tuple[str, tuple[object, ...]], ...] = (
-    ("parallel.vision", ("own_ranks",)),
     ("parallel.cp", (1,)),
     ("parallel.sp", (False,)),
-    ("parallel.transfer", ("p2p",)),
     ("parallel.schedule", ("1f1b", "gpipe")),
     ("parallel.sharding", ("none",)),
     ("parallel.engine", ("native",)),
