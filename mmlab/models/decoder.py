@@ -171,6 +171,10 @@ class DecoderStage(nn.Module):
         untied = parts.head and not config.tied_embeddings
         self.lm_head = Table(make, LM_HEAD.removesuffix(".weight")) if untied else None
 
+    def hidden_shape(self, text: PackedText) -> tuple[int, int]:
+        """[S, D] of what passes between stages for a microbatch."""
+        return self.tp.share(text.tokens), self.config.hidden
+
     def forward(self, text: PackedText, hidden: Tensor | None = None, image_tokens: Tensor | None = None) -> Tensor:
         """Run the stage's blocks over a microbatch.
 

@@ -55,9 +55,11 @@ def _trained(plan: Plan, mesh: Mesh, part: PartModel) -> list[Trained]:
         if getattr(plan.train, module).frozen:
             param.requires_grad_(False)
             continue
-        once = place.dp == 0 and (is_sharded(param) or place.tp == 0)  # replicas over tp are equal
+        split = is_sharded(param)
+        once = place.dp == 0 and place.cp == 0 and (split or place.tp == 0)  # replicas over tp are equal
         counted = place.vision == 0 if module in beside else once and not is_tied_copy(plan, place, name)
-        trained.append(Trained(name, param, local_tensor(param), module, counted))
+        partial = mesh.tp.sequence and module == "language" and not split
+        trained.append(Trained(name, param, local_tensor(param), module, counted, partial))
     return trained
 
 

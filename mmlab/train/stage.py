@@ -9,6 +9,7 @@ from torch import Tensor
 
 from mmlab.data.manifest import StepManifest
 from mmlab.data.packed import PackedText
+from mmlab.models.attention import SharedText
 from mmlab.models.build import PartModel
 from mmlab.parallel.mesh import Mesh
 from mmlab.parallel.pipeline import Handler
@@ -72,19 +73,23 @@ class StageRunner:
         self._tokens[op.microbatch] = tokens.requires_grad_(self.wants_token_grads and tokens.numel() > 0)
 
     def recv_forward(self, op: Op) -> None:
-        """Receive activations [T, D] from the stage before."""
+        """Receive activations [S, D] from the stage before."""
         microbatch = op.microbatch
-        shape = (self.texts[microbatch].tokens, self.plan.model.language.hidden)
+        shape = self.language.hidden_shape(self.texts[microbatch])
         self._inputs[microbatch] = self.mesh.forward.recv(shape, self.dtype, self.before, "forward", microbatch)
 
     def _blocks(self, microbatch: int) -> Tensor:
         hidden = self._inputs.get(microbatch)
         if hidden is not None and self.wants_input_grads and torch.is_grad_enabled():
             hidden.requires_grad_()
-        tokens = self._tokens.get(microbatch)
-        if tokens is not None and self.projector is not None and tokens.numel():
-            tokens = self.projector(tokens)
-        output: Tensor = self.language(self.texts[microbatch], hidden, tokens)
+        text, tokens = self.texts[microbatch], self._tokens.get(microbatch)
+        if tokens is not None and tokens.numel():
+            if isinstance(text, SharedText):  # also where it holds none: what needs a gradient is alike on all ranks
+                tokens = tokens.index_select(0, text.image_rows)
+            tokens = self.projector(tokens) if self.projector is not None else tokens
+        else:
+            tokens = None
+        output: Tensor = self.language(text, hidden, tokens)
         return output
 
     def forward(self, op: Op) -> None:
@@ -97,7 +102,7 @@ class StageRunner:
         self._outputs[microbatch] = output
 
     def write_forward(self, text: PackedText) -> Tensor | None:
-        """Pass whole sequences through this stage (generation); hidden [T, D] on the last stage, else None.
+        """Pass whole sequences through this stage (generation); hidden [S, D] on the last stage, else None.
 
         Image tokens are those of the last `recv_tokens`.
         """
@@ -118,7 +123,7 @@ class StageRunner:
     def recv_backward(self, op: Op) -> None:
         """Receive the gradient of this stage's output."""
         microbatch = op.microbatch
-        shape = (self.texts[microbatch].tokens, self.plan.model.language.hidden)
+        shape = self.language.hidden_shape(self.texts[microbatch])
         self._grads[microbatch] = self.mesh.backward.recv(shape, self.dtype, self.after, "backward", microbatch)
 
     def backward(self, op: Op) -> None:

@@ -9,8 +9,6 @@ from mmlab.plan.problems import Fix, Problem
 from mmlab.plan.schema import Plan
 
 AVAILABLE: tuple[tuple[str, tuple[object, ...]], ...] = (
-    ("parallel.cp", (1,)),
-    ("parallel.sp", (False,)),
     ("parallel.schedule", ("1f1b", "gpipe")),
     ("parallel.sharding", ("none",)),
     ("parallel.engine", ("native",)),
