@@ -31,8 +31,8 @@ class Trained:
 
     `name` global name; `param` the module's parameter (maybe a DTensor); `value` its plain local tensor (same
     storage); `module` vision, projector or language; `counted` whether this rank counts it in gradient norms
-    (replicas, over tp, dp or as a tied copy, count once); `partial_over_tp` whether each tensor rank has only its
-    tokens' part of the gradient (sequence parallel, replicated parameters).
+    (replicas, over tp, dp or as a tied copy, count once); `partial_over_tp` whether each tensor rank has only a
+    part of a replicated parameter's gradient (that of its tokens with sequence parallel; a LoRA factor's).
     """
 
     name: str

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from mmlab.models.build import Part, PartModel, build_part
+from mmlab.models.sharding import partial_over_tp
 from mmlab.models.weights import init_from
 from mmlab.parallel.gradients import Reducer, Trained, is_sharded, local_tensor
 from mmlab.parallel.mesh import Mesh
@@ -52,13 +53,14 @@ def _trained(plan: Plan, mesh: Mesh, part: PartModel) -> list[Trained]:
     trained = []
     for name, param in part.named_parameters():
         module = name.split(".", 1)[0]
-        if getattr(plan.train, module).frozen:
-            param.requires_grad_(False)
+        if not param.requires_grad:
             continue
         split = is_sharded(param)
         once = place.dp == 0 and place.cp == 0 and (split or place.tp == 0)  # replicas over tp are equal
         counted = place.vision == 0 if module in beside else once and not is_tied_copy(plan, place, name)
-        partial = mesh.tp.sequence and module == "language" and not split
+        # With sequence parallelism a replicated parameter (norms) sees its rank's share of the tokens alone.
+        shares = mesh.tp.sequence and module == "language" and not split
+        partial = mesh.tp.size > 1 and (shares or partial_over_tp(name))
         trained.append(Trained(name, param, local_tensor(param), module, counted, partial))
     return trained
 
