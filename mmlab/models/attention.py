@@ -1,4 +1,4 @@
-"""Attention of a decoder layer over packed sequences: on one rank, or over the ranks that share a microbatch's tokens."""
+"""Attention of a decoder layer over packed sequences: on one rank, or over ranks that share a microbatch's tokens."""
 
 from __future__ import annotations
 

@@ -80,7 +80,10 @@ def _case(group, seqlens, images, patches, mode, scope, window, dtype) -> dict:
         q_all, k_all, v_all = heads_here(q, k, v, counts, group)
         k_all, v_all = (x.repeat_interleave(HEADS // KV_HEADS, 1) for x in (k_all, v_all))
         mixed = F.scaled_dot_product_attention(
-            q_all.transpose(0, 1), k_all.transpose(0, 1), v_all.transpose(0, 1), attn_mask=attention_mask(seqlens, window)
+            q_all.transpose(0, 1),
+            k_all.transpose(0, 1),
+            v_all.transpose(0, 1),
+            attn_mask=attention_mask(seqlens, window),
         )
         out = tokens_here(mixed.transpose(0, 1).flatten(1), counts, group).unflatten(1, (HEADS, WIDTH))
         plan = None

@@ -102,7 +102,9 @@ def test_a_window_skips_blocks_that_no_query_sees(pool):
     judge(results)
     windowed, full = (sum(r[i]["transfers"] for r in results) for i in (0, 1))
     assert windowed < full
-    assert sum(r[0]["rows_sent"] for r in results) == 6 * 7  # the last 7 keys before each border between pieces of two ranks
+    assert (
+        sum(r[0]["rows_sent"] for r in results) == 6 * 7
+    )  # the last 7 keys before each border between pieces of two ranks
 
 
 def test_zigzag_pieces_cover_every_token_once_and_balance_work():

@@ -1,7 +1,7 @@
 """Which blocks of the attention matrix a rank computes, from positions alone; made once for a microbatch.
 
 A block is a set of queries of one sequence with a set of its keys. Whatever no query sees is cut away before a kernel
-or a transfer sees it: with the zigzag split, half of each remote block. Blocks of equal shape and mask become one batch.
+or a transfer sees it: with the zigzag split, half of each remote block. Blocks of equal shape and mask are one batch.
 """
 
 from __future__ import annotations
@@ -222,9 +222,7 @@ class Planner:
         Key rows in the blocks count in the needed rows."""
         found = self._between(self._pick(reader, False), self._pick(owner, False))
         needed = np.unique(np.concatenate([block.keys for block in found])) if found else np.zeros(0, np.int64)
-        moved = [
-            Block(block.queries, np.searchsorted(needed, block.keys), block.causal, block.mask) for block in found
-        ]
+        moved = [Block(block.queries, np.searchsorted(needed, block.keys), block.causal, block.mask) for block in found]
         return moved, needed
 
     def merged(self, rank: int) -> Rows:

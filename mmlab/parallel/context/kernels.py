@@ -16,8 +16,10 @@ _aten = torch.ops.aten
 
 def _bias(mask: Tensor | None, like: Tensor) -> Tensor | None:
     """bool [Lq, Lk] to what is added to the scores."""
-    return None if mask is None else torch.zeros(mask.shape, dtype=like.dtype, device=like.device).masked_fill_(
-        ~mask, -math.inf
+    return (
+        None
+        if mask is None
+        else torch.zeros(mask.shape, dtype=like.dtype, device=like.device).masked_fill_(~mask, -math.inf)
     )
 
 

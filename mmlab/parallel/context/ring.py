@@ -57,9 +57,7 @@ def _put(x: Tensor) -> Tensor:
 
 def _forward(total: _Sum, work: Sequence[Batch], q: Tensor, k: Tensor, v: Tensor) -> None:
     for batch in work:
-        out, lse = attend(
-            _take(q, batch.queries), _take(k, batch.keys), _take(v, batch.keys), batch.causal, batch.mask
-        )
+        out, lse = attend(_take(q, batch.queries), _take(k, batch.keys), _take(v, batch.keys), batch.causal, batch.mask)
         total.add(batch.queries.flatten(), _put(out), _put(lse))
 
 
@@ -79,7 +77,9 @@ class _Grads:
             gathered = kv.index_select(0, keys.flatten()).unflatten(0, keys.shape)
             k, v = gathered[:, :, 0].transpose(1, 2), gathered[:, :, 1].transpose(1, 2)
             out, lse = _take(self.out, rows), _take(self.lse, rows)
-            dq, dk, dv = attend_backward(_take(grad, rows), _take(self.q, rows), k, v, out, lse, batch.causal, batch.mask)
+            dq, dk, dv = attend_backward(
+                _take(grad, rows), _take(self.q, rows), k, v, out, lse, batch.causal, batch.mask
+            )
             self.dq.index_add_(0, rows.flatten(), _put(dq).to(self.dq.dtype))
             dkv.index_add_(0, keys.flatten(), torch.stack([_put(dk), _put(dv)], 1).to(dkv.dtype))
 
