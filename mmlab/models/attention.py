@@ -139,3 +139,12 @@ def share(text: PackedText, config: ModelConfig, cp: ContextGroup) -> PackedText
         text.seqlens, torch.from_numpy(np.searchsorted(mine, images[held])), text.samples,
         rows=rows, counted=counted, image_rows=torch.from_numpy(np.flatnonzero(held)), attend=attend,
     )  # fmt: skip
+
+
+def own_ends(text: PackedText) -> tuple[Tensor, Tensor]:
+    """(which sequences [K] end on this rank and count here, rows [K] of their last tokens among this rank's); int64."""
+    ends = torch.tensor(text.seqlens, device=text.input_ids.device).cumsum(0) - 1
+    if not isinstance(text, SharedText):
+        return torch.arange(len(ends), device=ends.device), ends
+    which, rows = ((ends[:, None] == text.rows[None, :]) & text.counted).nonzero(as_tuple=True)
+    return which, rows

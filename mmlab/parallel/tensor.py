@@ -50,8 +50,8 @@ class TensorGroup:
 
     def share(self, tokens: int) -> int:
         """Rows of what lies between tensor-parallel layers, for a microbatch of `tokens`: all, or this rank's share of
-        them, padded to equal shares."""
-        return -(-tokens // self.size) if self.sequence else tokens
+        them, padded to equal shares (of one row at least: no collective is empty)."""
+        return max(1, -(-tokens // self.size)) if self.sequence else tokens
 
     def all_gather(self, share: Tensor) -> Tensor:
         """[S, D] -> [size * S, D], the shares of all ranks in order."""

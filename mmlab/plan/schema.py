@@ -170,7 +170,7 @@ class ParallelConfig(Section):
     microbatches: int = Field(1, ge=1)
     """Microbatches a step on each data-parallel replica."""
     sharding: Literal["none", "zero1", "zero2", "zero3"] = "none"
-    """What is sharded over dp: nothing, optimizer, optimizer and gradients, parameters too."""
+    """What is shared out over dp x cp: nothing, optimizer state, gradients too, weights too (see [sharding])."""
     engine: Literal["native", "deepspeed"] = "native"
     """What runs the training step."""
 
@@ -184,6 +184,21 @@ class PrecisionConfig(Section):
     """Format of the projector's computation."""
     language: Precision = "fp32"
     """Format of the decoder's computation."""
+
+
+class ShardingConfig(Section):
+    """What `parallel.sharding` shares out over the ranks that hold copies of a module, and in which pieces."""
+
+    vision: Literal["whole", "layer", "module"] = "whole"
+    """The encoder: whole on each of its ranks (its gradients are still summed over them), or shared out over them, with
+    zero2 and zero3 gathered block by block ("layer") or all at once ("module")."""
+    projector: Literal["whole", "module"] = "whole"
+    """The projector: whole on each rank that has it, or shared out over them."""
+    language: Literal["whole", "layer", "module"] = "layer"
+    """The decoder: whole, or shared out over dp x cp; "module" gathers a whole stage at once."""
+    reduce: Literal["step", "microbatch"] = "step"
+    """When zero2 and zero3 sum gradients: once a step (kept whole on every rank until then), or after each microbatch
+    (never kept whole, moved that many times)."""
 
 
 class OffloadConfig(Section):
@@ -347,6 +362,8 @@ class Plan(Section):
     """Which rank computes what."""
     precision: PrecisionConfig = PrecisionConfig()
     """Number formats."""
+    sharding: ShardingConfig = ShardingConfig()
+    """What is shared out over data-parallel ranks."""
     offload: OffloadConfig = OffloadConfig()
     """What leaves device memory."""
     communication: CommunicationConfig = CommunicationConfig()

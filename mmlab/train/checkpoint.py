@@ -20,7 +20,6 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
-from torch.distributed.tensor import DTensor
 
 from mmlab.errors import CheckpointError, MmlabError, RunFailed
 from mmlab.messages import read_json, write_json
@@ -32,13 +31,6 @@ from mmlab.train.build import Built, is_tied_copy
 
 MANIFEST = "manifest.json"
 FORMAT = 1
-
-
-def _like(param: Tensor, local: Tensor) -> Tensor:
-    """An optimizer tensor as a DTensor of the parameter's layout (or plain, as the parameter is)."""
-    if not isinstance(param, DTensor):
-        return local
-    return DTensor.from_local(local, param.device_mesh, param.placements, shape=param.shape, stride=param.stride())
 
 
 def state_dict(plan: Plan, mesh: Mesh, built: Built, saving: bool) -> dict[str, Tensor]:
@@ -54,7 +46,7 @@ def state_dict(plan: Plan, mesh: Mesh, built: Built, saving: bool) -> dict[str, 
         if saving and is_tied_copy(plan, mesh.place, t.name):
             continue
         for key, value in built.optimizer.state(t).items():
-            state[f"optimizer.{t.name}.{key}"] = value if value.dim() == 0 else _like(t.param, value)
+            state[f"optimizer.{t.name}.{key}"] = value
     return state
 
 

@@ -14,7 +14,7 @@ from mmlab.data.packed import IGNORE, PackedText, TextSequence, pack
 from mmlab.data.pipeline import DataSource
 from mmlab.data.sources import has_held_out
 from mmlab.messages import write_atomic
-from mmlab.models.attention import SharedText, share
+from mmlab.models.attention import own_ends, share
 from mmlab.parallel.mesh import Mesh
 from mmlab.plan.ops import Op
 from mmlab.plan.schema import Plan
@@ -127,6 +127,10 @@ class Evaluator:
                 encoder.send_tokens(Op("send_tokens", 0))
             if stage is not None and stage.replica == 0:
                 answers = self._write_on(stage, manifest)
+            elif stage is not None and "language" in self.runner.built.sharded:
+                for _ in range(self._longest(manifest)):
+                    stage.accompany()
+            self.runner.end_sharded()
             self.runner.flush()
         last = self.mesh.layout.rank_of(pp=plan.parallel.pp - 1)
         ids = self.channel.gather(answers)[last]
@@ -136,32 +140,35 @@ class Evaluator:
         assert self.source is not None
         return ids[: ids.index(self.source.eos_id)] if self.source.eos_id in ids else ids
 
+    @staticmethod
+    def _longest(manifest: StepManifest) -> int:
+        """Tokens that are written for each picture."""
+        return min(LONGEST_ANSWER, 2 + max(sample.targets for sample in manifest.samples))
+
     def _write_on(self, stage: StageRunner, manifest: StepManifest) -> list[list[int]]:
         """One token for every sequence at a time; each time the whole sequences pass the pipeline (no cache)."""
         assert self.source is not None
         prompts = [self.source.prompt(sample).input_ids.tolist() for sample in manifest.samples]
-        longest = min(LONGEST_ANSWER, 2 + max(sample.targets for sample in manifest.samples))
         written: list[list[int]] = [[] for _ in prompts]
         stage.begin(manifest, {}, 1)
         if stage.first:
             stage.recv_tokens(Op("recv_tokens", 0))
-        for number in range(longest):
+        for number in range(self._longest(manifest)):
             rows = [prompt + answer for prompt, answer in zip(prompts, written, strict=True)]
             text = pack([TextSequence(tuple(row), (IGNORE,) * len(row)) for row in rows], self.source.image_id)
             here = share(text, stage.plan.model, self.mesh.cp).to(self.mesh.device)
-            hidden = stage.write_forward(here)
-            ids = self._next_ids(stage, here, hidden, number)
+            ids = self._next_ids(stage, here, stage.write_forward(here), number)
             for answer, token in zip(written, ids, strict=True):
                 answer.append(token)
         return written
 
-    def _next_ids(self, stage: StageRunner, text: PackedText, hidden: Tensor | None, number: int) -> list[int]:
+    def _next_ids(self, stage: StageRunner, text: PackedText, logits: Tensor | None, number: int) -> list[int]:
         """The next token of each sequence: known to the last stage, sent to the first; stages between need lengths."""
         assert self.source is not None
         count = len(text.seqlens)
         layout, place = self.mesh.layout, self.mesh.place
-        if hidden is not None:
-            ids = self._last_ids(stage, text, hidden)
+        if logits is not None:
+            ids = self._most_likely(text, logits)
             if not stage.first:
                 assert self.mesh.forward is not None
                 first = layout.rank_of(pp=0, dp=place.dp, cp=place.cp, tp=place.tp)
@@ -173,17 +180,14 @@ class Evaluator:
             return list(self.mesh.forward.recv((count,), torch.int64, last, "next_ids", number).tolist())
         return [0] * count
 
-    def _last_ids(self, stage: StageRunner, text: PackedText, hidden: Tensor) -> Tensor:
-        """int64 [B]: the most likely token after each sequence, from the last stage's hidden states [S, D]."""
+    def _most_likely(self, text: PackedText, logits: Tensor) -> Tensor:
+        """int64 [B]: the most likely token after each sequence, from the logits [K, V] of those that end here."""
         assert self.source is not None
-        ends = torch.tensor(text.seqlens, device=hidden.device).cumsum(0) - 1
-        which, at = torch.arange(len(ends), device=hidden.device), ends
-        if isinstance(text, SharedText):  # the ends that this rank counts, as rows of its own
-            which, at = ((ends[:, None] == text.rows[None, :]) & text.counted).nonzero(as_tuple=True)
-        logits = stage.language.logits(hidden, at, text.tokens).float()
+        logits = logits.float()
         logits[:, self.source.vocab_size :] = -torch.inf
         logits[:, self.source.image_id] = -torch.inf
-        ids = torch.zeros_like(ends).index_copy(0, which, logits.argmax(-1))
+        which, _ = own_ends(text)
+        ids = which.new_zeros(len(text.seqlens)).index_copy(0, which, logits.argmax(-1))
         if self.mesh.cp.group is not None:
             dist.all_reduce(ids, group=self.mesh.cp.group)
         return ids

@@ -27,6 +27,9 @@ LAYOUTS = [
      "parallel.tp=2", "parallel.pp=1"),
     ("parallel.vision=all_ranks", "parallel.vision_dp=0", "parallel.tp=2", "parallel.encoder_batch=2",
      "parallel.projector=first_stage"),
+    ("parallel.tp=2", "parallel.sp=true", "parallel.cp=2"),
+    ("parallel.cp=2", "parallel.cp_scope=image", "parallel.pp=1"),
+    ("parallel.cp=2", "parallel.cp_mode=ulysses", "parallel.pp=1", "parallel.dp=2", "parallel.sharding=zero3"),
 ]  # fmt: skip
 
 

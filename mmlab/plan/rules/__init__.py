@@ -6,7 +6,7 @@ To add a rule, write a function that takes a plan and yields problems, and put i
 from __future__ import annotations
 
 from mmlab.plan.problems import Problem
-from mmlab.plan.rules import availability, general, layout, lora, model, sequence
+from mmlab.plan.rules import availability, general, layout, lora, model, sequence, sharding
 from mmlab.plan.rules.common import Rule, check_platform
 from mmlab.plan.rules.engines import engine_count
 from mmlab.plan.schema import Plan
@@ -35,6 +35,8 @@ RULES: tuple[Rule, ...] = (
     lora.lora_targets,
     lora.lora_rank,
     lora.lora_frozen,
+    sharding.something_is_shared,
+    sharding.several_holders,
 )
 """All rules, in the order in which their problems are shown."""
 

@@ -10,8 +10,9 @@ from mmlab.plan.schema import Plan
 
 AVAILABLE: tuple[tuple[str, tuple[object, ...]], ...] = (
     ("parallel.schedule", ("1f1b", "gpipe")),
-    ("parallel.sharding", ("none",)),
     ("parallel.engine", ("native",)),
+    ("sharding.vision", ("whole",)),
+    ("sharding.projector", ("whole",)),
     ("offload.mode", ("none",)),
     ("communication.vision.compressor", ("none",)),
     ("communication.language.compressor", ("none",)),
