@@ -82,8 +82,7 @@ class Attention(nn.Module):
         """[S, D] -> [S, D], S = `tp.share(T)` tokens."""
         hidden = enter_columns(hidden, self.tp, sequences.tokens)
         q, k, v = (
-            project(hidden).view(hidden.shape[0], -1, self.head_dim)
-            for project in (self.q_proj, self.k_proj, self.v_proj)
+            project(hidden).unflatten(-1, (-1, self.head_dim)) for project in (self.q_proj, self.k_proj, self.v_proj)
         )
         mixed = sequences.attend(sequences.rotate(q), sequences.rotate(k), v)
         return leave_rows(self.o_proj(mixed), self.tp)

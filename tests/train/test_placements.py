@@ -39,7 +39,7 @@ def test_evaluation_does_not_depend_on_the_layout(pool, shards, tmp_path):
     for number, changes in enumerate(LAYOUTS):
         plan = make_plan(shards, f"data.held_out='{shards}'", "train.steps=3", "train.vision.lr=0.01", *changes)
         run = LiveRun(pool, plan, tmp_path / str(number))
-        assert set(run.join()) == {"finished"}
+        assert set(run.join()) == {"finished"}, (changes, run.events("failed"))
         evaluation, samples = run.events("eval")[0], run.events("samples")[0]
         answers = [(item["truth"], item["text"]) for item in samples["items"]]
         found.append((evaluation["loss"], evaluation["loss_swapped"], answers))
