@@ -30,7 +30,7 @@ def against_plain(rank, world, host, port, changes, cases) -> list[dict]:
     if p.tp > 1:
         tp = TensorGroup(grid["tp"].get_group(), grid["tp"].get_local_rank(), p.tp, grid["tp"], sequence=p.sp)
     cp = ContextGroup(grid["cp"].get_group(), grid["cp"].get_local_rank(), p.cp, p.cp_mode, p.cp_scope)
-    part = Part(layers=range(3), embed=True, head=True)
+    part = Part(chunks=(range(3),), embed=True, head=True)
     ours, plain = build_part(plan, part, tp, torch.float64).language, plain_model(plan, torch.float64).language
     return [_case(plan, ours, plain, cp, lengths, images) for lengths, images in cases]
 

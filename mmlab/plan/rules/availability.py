@@ -9,7 +9,6 @@ from mmlab.plan.problems import Fix, Problem
 from mmlab.plan.schema import Plan
 
 AVAILABLE: tuple[tuple[str, tuple[object, ...]], ...] = (
-    ("parallel.schedule", ("1f1b", "gpipe")),
     ("parallel.engine", ("native",)),
     ("sharding.vision", ("whole",)),
     ("sharding.projector", ("whole",)),
