@@ -10,8 +10,6 @@ from mmlab.plan.schema import Plan
 
 AVAILABLE: tuple[tuple[str, tuple[object, ...]], ...] = (
     ("parallel.engine", ("native",)),
-    ("sharding.vision", ("whole",)),
-    ("sharding.projector", ("whole",)),
     ("offload.mode", ("none",)),
     ("communication.vision.compressor", ("none",)),
     ("communication.language.compressor", ("none",)),
