@@ -28,7 +28,7 @@ class WholeStage:
     """
 
     def __init__(self, plan: Plan, mesh: Mesh, zero: ZeroModel) -> None:
-        self.first, self.replica = True, 0
+        self.first, self.replica, self.loss_scale = True, 0, 1.0
         self.plan, self.mesh, self.engine = plan, mesh, zero.engine
         self.manifest: StepManifest | None = None
         self.texts: Mapping[int, PackedText] = {}
