@@ -72,6 +72,12 @@ class Watch:
             self._ops.append((kind, microbatch, start - self._began, end - self._began))
         self.enter(before)
 
+    def background(self, kind: str, microbatch: int, start: float, end: float) -> None:
+        """Put into the trace what another thread did from `start` to `end` (`time.perf_counter`), beside the ops."""
+        ops = self._ops
+        if ops is not None:
+            ops.append((kind, microbatch, max(0.0, start - self._began), end - self._began))
+
     def end_step(self) -> None:
         """Write the trace of a traced step."""
         if self._ops is None or self.trace is None:

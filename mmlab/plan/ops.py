@@ -6,13 +6,13 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 Kind = Literal[
-    "encode", "send_tokens", "recv_token_grads", "encode_backward",
+    "encode", "encode_ahead", "send_tokens", "recv_token_grads", "encode_backward",
     "recv_tokens", "recv_forward", "forward", "send_forward",
     "recv_backward", "backward", "send_backward", "send_token_grads",
     "reduce", "reduce_embedding", "norm", "update",
 ]  # fmt: skip
 
-COMPUTE = frozenset({"encode", "forward", "backward", "encode_backward"})
+COMPUTE = frozenset({"encode", "encode_ahead", "forward", "backward", "encode_backward"})
 """Kinds that compute; the others move or reduce data, except `update`."""
 
 
@@ -24,7 +24,11 @@ class Op:
     stages, -1 otherwise: token ops have several peers (all encoder ranks; the first stage of every replica), and which
     images an encoder rank owns is said by the step manifest. Encoder ops of microbatch m stand for microbatch m of
     every replica. `chunk` is the rank's own index of the model chunk (0 where a rank holds one piece of the decoder).
-    Gradients of image tokens leave from tensor rank 0 only, since they are equal on all.
+    Which ranks give gradients of image tokens back is said by `encoder_ops.returns_token_grads`.
+
+    `encode` and `encode_backward` stand for the microbatches that are encoded together (`parallel.encoder_batch`), by
+    the first of them. With `parallel.encoder_ahead` `encode` takes features from a queue, and `encode_ahead` has those
+    of later steps computed in the background.
 
     `reduce` collects the rank's gradients and sums them over its data-parallel group (which may be the rank alone),
     `reduce_embedding` sums those of a table that first and last stage share, `norm` is the one reduction over all

@@ -96,13 +96,16 @@ def step_costs(plan: Plan, layout: Layout) -> dict[tuple[int, str], float]:
     activation checkpointing (Narayanan et al. 2021, section 5.1).
     """
     costs: dict[tuple[int, str], float] = {}
-    again = 1 if plan.train.activation_checkpointing else 0
+    p, again = plan.parallel, 1 if plan.train.activation_checkpointing else 0
     encode, project = _encoder_flops(plan, layout)
     for place in layout.places:
         if place.vision >= 0:
             vision = 0 if plan.train.vision.frozen else 2 + again
             projector = 2 if not plan.train.projector.frozen else (1 if vision else 0)
             costs[place.rank, "encode"] = encode + project
+            if plan.parallel.encoder_ahead:
+                costs[place.rank, "encode"] = project
+                costs[place.rank, "encode_ahead"] = encode * -(-p.microbatches // p.encoder_batch)
             costs[place.rank, "encode_backward"] = vision * encode + projector * project
         if place.role == "language":
             forward = _stage_flops(plan, layout, place.pp)

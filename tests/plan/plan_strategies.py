@@ -9,8 +9,11 @@ from mmlab.plan import Plan
 def plans(draw: st.DrawFn) -> Plan:
     dp, pp, m = draw(st.integers(1, 3)), draw(st.integers(1, 4)), draw(st.integers(1, 6))
     placement = draw(st.sampled_from(("own_ranks", "own_ranks", "first_stage", "all_ranks")))
+    frozen = draw(st.booleans())
+    ahead = draw(st.integers(0, 2)) if frozen and placement == "own_ranks" else 0
     return Plan().with_(
         {
+            "parallel.encoder_ahead": ahead,
             "parallel.vision": placement,
             "parallel.vision_dp": draw(st.integers(1, 3)) if placement == "own_ranks" else 0,
             "parallel.encoder_batch": draw(st.integers(1, m)),
@@ -24,7 +27,7 @@ def plans(draw: st.DrawFn) -> Plan:
             "data.global_batch": dp * m * draw(st.integers(1, 3)),
             "model.language.layers": draw(st.integers(pp, 9)),
             "model.language.tied_embeddings": draw(st.booleans()),
-            "train.vision.frozen": draw(st.booleans()),
+            "train.vision.frozen": frozen,
             "train.projector.frozen": draw(st.booleans()),
             "train.language.frozen": draw(st.booleans()),
         }

@@ -19,6 +19,7 @@ def expected(plan, place) -> set[tuple[str, int]]:
     if place.vision >= 0:
         heads |= {"encode"} | ({"encode_backward"} if tokens_train else set())
         kinds |= {"send_tokens"} | ({"recv_token_grads"} if tokens_train else set())
+        once |= {"encode_ahead"} if p.encoder_ahead else set()
         trains = tokens_train
     if place.role == "language":
         first, last = place.pp == 0, place.pp == p.pp - 1
