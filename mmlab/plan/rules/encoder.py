@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from mmlab.plan.holders import shared
 from mmlab.plan.problems import Fix, Problem
 from mmlab.plan.schema import Plan
 
@@ -25,6 +26,9 @@ def encoder_ahead(plan: Plan) -> Iterator[Problem]:
     if not plan.train.vision.frozen:
         message = "an encoder that trains cannot work ahead: the features of a step depend on the update before it."
         yield Problem("parallel.encoder_ahead", message, fix)
+    if shared(plan, "vision"):
+        message = "an encoder that is shared out gathers its weights with other ranks, which the background cannot do."
+        yield Problem("sharding.vision", message, Fix("keep it whole", ("sharding.vision=whole",)))
     if p.vision != "own_ranks":
         message = (
             f'working ahead needs ranks that are idle while the pipeline works; with vision = "{p.vision}" the encoder '
