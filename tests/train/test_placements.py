@@ -33,10 +33,11 @@ LAYOUTS = [
 ]  # fmt: skip
 
 
-def test_evaluation_does_not_depend_on_the_layout(pool, shards, tmp_path):
+@pytest.mark.parametrize("layouts", [LAYOUTS[:5], pytest.param(LAYOUTS[:1] + LAYOUTS[5:], marks=pytest.mark.slow)])
+def test_evaluation_does_not_depend_on_the_layout(pool, shards, tmp_path, layouts):
     """Held-out losses and greedy answers of one set of weights are the same however the model is split."""
     found = []
-    for number, changes in enumerate(LAYOUTS):
+    for number, changes in enumerate(layouts):
         plan = make_plan(shards, f"data.held_out='{shards}'", "train.steps=3", "train.vision.lr=0.01", *changes)
         run = LiveRun(pool, plan, tmp_path / str(number))
         assert set(run.join()) == {"finished"}
@@ -53,7 +54,10 @@ def test_evaluation_does_not_depend_on_the_layout(pool, shards, tmp_path):
 FROZEN = {"train.vision.frozen": True, "parallel.vision_dp": 2, "parallel.microbatches": 4}
 
 
-@pytest.mark.parametrize("changes", [(), ("parallel.projector=first_stage", "parallel.encoder_batch=2")])
+TOGETHER = ("parallel.projector=first_stage", "parallel.encoder_batch=2")
+
+
+@pytest.mark.parametrize("changes", [(), pytest.param(TOGETHER, marks=pytest.mark.slow)])
 def test_an_encoder_that_works_ahead_changes_no_loss(pool, tmp_path, changes):
     """Bit for bit, with undecodable pictures agreed as before, and with evaluations and commands between the steps."""
     shards = write_set(tmp_path / "shards", 80, 0.2, broken=2)
@@ -78,7 +82,7 @@ def test_an_encoder_that_works_ahead_changes_no_loss(pool, tmp_path, changes):
     assert evaluations[0] == evaluations[1] == evaluations[2]
 
 
-@pytest.mark.parametrize("ahead", [1, 3])
+@pytest.mark.parametrize("ahead", [pytest.param(1, marks=pytest.mark.slow), 3])
 def test_checkpoints_of_an_encoder_that_works_ahead_are_exact(pool, shards, tmp_path, ahead):
     """Cursors count what was consumed, not what was decoded or encoded: a new process repeats the losses."""
     plan = make_plan(shards, FROZEN, f"parallel.encoder_ahead={ahead}", "checkpoint.every_steps=3", "train.steps=9")
@@ -91,7 +95,7 @@ def test_checkpoints_of_an_encoder_that_works_ahead_are_exact(pool, shards, tmp_
     assert losses_of_last_lineage(again) == {step: loss for step, loss in before.items() if step > 3}
 
 
-@pytest.mark.parametrize("ahead", [1, 3])
+@pytest.mark.parametrize("ahead", [pytest.param(1, marks=pytest.mark.slow), 3])
 def test_a_live_restore_drops_what_was_encoded_ahead(pool, shards, tmp_path, ahead):
     """The steps after a restore repeat those before it, though features of other steps were in the queue."""
     plan = make_plan(shards, FROZEN, f"parallel.encoder_ahead={ahead}", "train.steps=100000")
