@@ -83,6 +83,9 @@ def build_mesh(plan: Plan, layout: Layout, rank: int, store: dist.Store | None, 
     )  # fmt: skip
     everyone = list(range(len(layout.places)))
     forward, backward, control = (dist.new_group(everyone, timeout=GROUP_TIMEOUT) for _ in range(3))
+    forward_down = backward_down = None
+    if plan.parallel.chunks_per_rank > 1:
+        forward_down, backward_down = (dist.new_group(everyone, timeout=GROUP_TIMEOUT) for _ in range(2))
     tp_group = _my_group(layout.tp_groups, rank)
     dp_group = _my_group(layout.dp_groups, rank)
     vision_group = _my_group([layout.vision_ranks], rank)
@@ -101,7 +104,8 @@ def build_mesh(plan: Plan, layout: Layout, rank: int, store: dist.Store | None, 
     }
     return Mesh(
         layout, place, device, control, tp, reductions, embedding,
-        Link(forward, rank, device, traffic), Link(backward, rank, device, traffic), traffic, shards,
+        Link(forward, rank, device, traffic, forward_down),
+        Link(backward, rank, device, traffic, backward_down), traffic, shards,
     )  # fmt: skip
 
 

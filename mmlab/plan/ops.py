@@ -8,11 +8,13 @@ from typing import Literal, NamedTuple
 Kind = Literal[
     "encode", "encode_ahead", "send_tokens", "recv_token_grads", "encode_backward",
     "recv_tokens", "recv_forward", "forward", "send_forward",
-    "recv_backward", "backward", "send_backward", "send_token_grads",
+    "recv_backward", "backward", "backward_input", "send_backward", "send_token_grads", "backward_weight",
     "reduce", "reduce_embedding", "norm", "update",
 ]  # fmt: skip
 
-COMPUTE = frozenset({"encode", "encode_ahead", "forward", "backward", "encode_backward"})
+PASSES = frozenset({"forward", "backward", "backward_input", "backward_weight"})
+"""Passes of a microbatch through a stage."""
+COMPUTE = PASSES | {"encode", "encode_ahead", "encode_backward"}
 """Kinds that compute; the others move or reduce data, except `update`."""
 
 
@@ -29,6 +31,10 @@ class Op:
     `encode` and `encode_backward` stand for the microbatches that are encoded together (`parallel.encoder_batch`), by
     the first of them. With `parallel.encoder_ahead` `encode` takes features from a queue, and `encode_ahead` has those
     of later steps computed in the background.
+
+    `chunk` says which of the rank's model chunks the op belongs to (0 where it has one): that which computes, whose
+    output is sent or for whose input is received. A zero-bubble schedule has `backward_input` and `backward_weight` in
+    the place of `backward`. Between two chunks of one rank nothing is sent.
 
     `reduce` collects the rank's gradients and sums them over its data-parallel group (which may be the rank alone),
     `reduce_embedding` sums those of a table that first and last stage share, `norm` is the one reduction over all

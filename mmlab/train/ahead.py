@@ -10,13 +10,14 @@ import torch
 from torch import Tensor
 
 from mmlab.data.manifest import StepManifest
+from mmlab.plan.ops import Op
 
 Pixels = Callable[[], Mapping[int, Tensor]]
 """Decoded images by position, of the samples that this rank owns; waits until they are decoded."""
 Encode = Callable[[StepManifest, Mapping[int, Tensor], int], Tensor | None]
 """Features of the images of a step that are encoded with a microbatch; None where the rank owns none of them."""
-Trace = Callable[[str, int, float, float], None]
-"""Told (kind, microbatch, start, end) of what was done; times as `time.perf_counter` gives them."""
+Trace = Callable[[Op, float, float], None]
+"""Told (op, start, end) of what was done; times as `time.perf_counter` gives them."""
 
 
 class EncodeAhead:
@@ -51,7 +52,7 @@ class EncodeAhead:
         images = pixels()
         start = time.perf_counter()
         features = self._encode(manifest, images, microbatch)
-        self._trace("encode_ahead", microbatch, start, time.perf_counter())
+        self._trace(Op("encode_ahead", microbatch), start, time.perf_counter())
         return features
 
     def _forget(self, key: int) -> None:
