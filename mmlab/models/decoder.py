@@ -242,7 +242,7 @@ class DecoderStage(nn.Module):
         """[T, D]: rows of the table, with image tokens where their placeholders stand."""
         assert self.model.embed_tokens is not None
         hidden = self.model.embed_tokens(text.input_ids).to(self.dtype)
-        if image_tokens is None or image_tokens.numel() == 0:
+        if image_tokens is None or (image_tokens.numel() == 0 and not image_tokens.requires_grad):
             return hidden
         return hidden.index_copy(0, text.image_positions, image_tokens.reshape(-1, hidden.shape[-1]).to(self.dtype))
 

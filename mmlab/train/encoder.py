@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
 
 from mmlab.data.manifest import StepManifest
 from mmlab.models.build import PartModel
@@ -29,6 +30,8 @@ class EncoderRunner:
         assert part.vision is not None
         self.plan, self.mesh, self.vision = plan, mesh, part.vision
         self.projector = part.projector if plan.parallel.projector == "vision" else None
+        self.sharded = isinstance(self.vision, FSDPModule) or isinstance(self.projector, FSDPModule)
+        """Whether a rank without images computes on none: it takes part in gathering weights for those that have."""
         self.owner = mesh.place.vision
         self.together = plan.parallel.encoder_batch
         self.tokens_per_tile = plan.model.vision.tokens_per_tile
@@ -73,13 +76,14 @@ class EncoderRunner:
         return counts
 
     def features(self, manifest: StepManifest, pixels: Mapping[int, Tensor], microbatch: int) -> Tensor | None:
-        """[N, P, D] of this rank's images of a microbatch and of those encoded with it; None without any."""
+        """[N, P, D] of this rank's images of a microbatch and of those encoded with it; None where nothing is done."""
         group = self._together(manifest, microbatch)
         positions = [position for m in group for position in manifest.owned(self.owner, m)]
-        if not positions:
+        if not positions and not self.sharded:
             return None
-        images = torch.cat([pixels[position] for position in positions]).to(self.mesh.device)
-        found: Tensor = self.vision(images)
+        side = self.plan.model.vision.image_size
+        images = torch.cat([torch.empty(0, 3, side, side), *(pixels[position] for position in positions)])
+        found: Tensor = self.vision(images.to(self.mesh.device))
         return found
 
     def encode_ahead(self, _: Op) -> None:
@@ -140,7 +144,7 @@ class EncoderRunner:
         output = self._outputs.pop(group[0], None)
         if output is not None and output.requires_grad:
             grads = [self._grads.pop(m) for m in group if m in self._grads]
-            torch.autograd.backward(output, torch.cat(grads))
+            torch.autograd.backward(output, torch.cat([torch.zeros_like(output[:0]), *grads]))
 
     def close(self) -> None:
         """End the thread that works ahead."""

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
 
 from mmlab.data.manifest import StepManifest
 from mmlab.data.packed import PackedText
@@ -17,7 +18,7 @@ from mmlab.plan.ops import Op
 from mmlab.plan.schedule import needs_backward, tokens_need_grad
 from mmlab.plan.schema import Plan
 from mmlab.train.precision import compute_dtype
-from mmlab.train.tokens import TokenExchange
+from mmlab.train.tokens import TokenExchange, token_dtype, token_width
 
 Slot = tuple[int, int]
 """(microbatch, model chunk): what an activation belongs to."""
@@ -35,6 +36,8 @@ class StageRunner:
         self.projector = part.projector if plan.parallel.projector == "first_stage" else None
         self.exchange = TokenExchange(plan, mesh)
         place, self.stages = mesh.place, mesh.layout.stages
+        self.always_project = isinstance(self.projector, FSDPModule)
+        """Whether a microbatch of text alone passes the projector too, which other ranks gather for their images."""
         self.replica = place.dp
         self.first, self.last = mesh.layout.embeds(place), mesh.layout.heads(place)
         self.dtype = compute_dtype(plan.precision.language)
@@ -76,7 +79,9 @@ class StageRunner:
         """Receive image tokens [N*P, D] from their owners, in the order of the images."""
         assert self.manifest is not None
         tokens = self.exchange.receive(self.manifest, op.microbatch)
-        self._tokens[op.microbatch] = tokens.requires_grad_(self.wants_token_grads and tokens.numel() > 0)
+        self._tokens[op.microbatch] = tokens.requires_grad_(
+            self.wants_token_grads and (tokens.numel() > 0 or self.always_project)
+        )
 
     def _stage(self, op: Op) -> int:
         """The stage that an op's chunk is."""
@@ -114,7 +119,7 @@ class StageRunner:
             hidden.requires_grad_()
         if stage == 0:
             tokens = self._tokens.get(i)
-            if tokens is not None and self.projector is not None and tokens.numel():
+            if tokens is not None and self.projector is not None and (tokens.numel() or self.always_project):
                 tokens = self.projector(tokens)
         output: Tensor = self.language(self.texts[i], hidden, tokens, finish, op.chunk)
         here = self._chunk_here(stage + 1)
@@ -162,10 +167,16 @@ class StageRunner:
         their own take part in gathering them for those that write."""
         token = torch.zeros(1, dtype=torch.int64, device=self.mesh.device)
         text = PackedText(token, token, token, (1,), token[:0], ("",))
-        hidden = None
-        if not self.first:
-            hidden = torch.zeros(1, self.plan.model.language.hidden, dtype=self.dtype, device=self.mesh.device)
-        self.language(text, hidden, None, self._next_logits(text) if self.last else None)
+        self.texts = {0: text}
+        for chunk, stage in enumerate(self.stages.of(self.mesh.place.pp)):
+            op, shape = Op("forward", 0, chunk=chunk), self._shape(0)
+            if stage == 0:
+                self._tokens[0] = torch.zeros(
+                    0, token_width(self.plan), dtype=token_dtype(self.plan), device=token.device
+                )
+            elif self._chunk_here(stage - 1) is None:
+                self._inputs[0, chunk] = torch.zeros(shape, dtype=self.dtype, device=token.device)
+            self._blocks(op, self._next_logits(text) if self._is_last(op) else None)
 
     def send_forward(self, op: Op) -> None:
         """Send activations to the stage after."""

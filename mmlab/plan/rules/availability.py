@@ -12,8 +12,6 @@ AVAILABLE: tuple[tuple[str, tuple[object, ...]], ...] = (
     ("parallel.cp", (1,)),
     ("parallel.sp", (False,)),
     ("parallel.engine", ("native",)),
-    ("sharding.vision", ("whole",)),
-    ("sharding.projector", ("whole",)),
     ("offload.mode", ("none",)),
     ("communication.vision.compressor", ("none",)),
     ("communication.language.compressor", ("none",)),
