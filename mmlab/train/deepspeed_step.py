@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -14,6 +14,7 @@ from mmlab.parallel.pipeline import Handler
 from mmlab.parallel.watch import Watch
 from mmlab.plan.ops import Op
 from mmlab.plan.schema import MODULES, Plan
+from mmlab.train.ahead import Pixels
 from mmlab.train.build import Built
 from mmlab.train.deepspeed_build import ZeroModel
 from mmlab.train.optim import learning_rate
@@ -95,7 +96,9 @@ class PictureEncoder:
     def __init__(self, stage: WholeStage) -> None:
         self.stage, self.owner = stage, 0
 
-    def begin(self, manifest: StepManifest, pixels: Mapping[int, Tensor]) -> None:
+    def begin(
+        self, manifest: StepManifest, pixels: Mapping[int, Tensor], coming: Sequence[tuple[StepManifest, Pixels]] = ()
+    ) -> None:
         """Take a step's images: `pixels[position]` [tiles, 3, S, S]."""
         self.stage.pixels = pixels
 
@@ -104,6 +107,9 @@ class PictureEncoder:
 
     def send_tokens(self, op: Op) -> None:
         """Nothing: they are on the rank that needs them."""
+
+    def close(self) -> None:
+        """Nothing works in the background."""
 
 
 class DeepSpeedStep(HybridStep):

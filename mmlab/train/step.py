@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -21,6 +21,7 @@ from mmlab.parallel.pipeline import Handler, forward_ops, run_ops
 from mmlab.parallel.watch import Watch
 from mmlab.plan.ops import Op
 from mmlab.plan.schema import MODULES, Plan
+from mmlab.train.ahead import Pixels
 from mmlab.train.build import EMBEDDING, Built
 from mmlab.train.complete import closing_ops
 from mmlab.train.encoder import EncoderRunner
@@ -33,13 +34,15 @@ from mmlab.train.stage import StageRunner
 class StepInput:
     """What a rank needs for a step: `texts[microbatch]` on stage ranks, `pixels[position]` on ranks that encode.
 
-    `bad` are the positions whose image could not be decoded, agreed by all ranks; their targets are masked.
+    `bad` are the positions whose image could not be decoded, agreed by all ranks; their targets are masked. `coming`
+    are the steps that the encoder is to work ahead on.
     """
 
     manifest: StepManifest
     bad: frozenset[int]
     texts: Mapping[int, PackedText] = field(default_factory=dict)
     pixels: Mapping[int, Tensor] = field(default_factory=dict)
+    coming: Sequence[tuple[StepManifest, Pixels]] = ()
 
     @property
     def targets(self) -> int:
@@ -122,14 +125,19 @@ class Encoder(Protocol):
 
     owner: int
 
-    def begin(self, manifest: StepManifest, pixels: Mapping[int, Tensor]) -> None:
-        """Take a step's images."""
+    def begin(
+        self, manifest: StepManifest, pixels: Mapping[int, Tensor], coming: Sequence[tuple[StepManifest, Pixels]] = ()
+    ) -> None:
+        """Take a step's images, and the steps that may be encoded ahead."""
 
     def encode(self, op: Op) -> None:
         """Encode images of a microbatch."""
 
     def send_tokens(self, op: Op) -> None:
         """Send their tokens where they are needed."""
+
+    def close(self) -> None:
+        """End what works in the background."""
 
 
 class HybridStep:
@@ -149,7 +157,7 @@ class HybridStep:
         """Make what runs this rank's ops, and their handlers."""
         place, part = self.mesh.place, self.built.part
         if place.vision >= 0:
-            self.encoder = encoder = EncoderRunner(self.plan, self.mesh, part)
+            self.encoder = encoder = EncoderRunner(self.plan, self.mesh, part, self.watch.background)
             self._handlers |= encoder.handlers()
         if place.role == "language":
             self.stage = stage = StageRunner(self.plan, self.mesh, part, self.built.weights)
@@ -193,7 +201,7 @@ class HybridStep:
 
     def _begin(self, batch: StepInput) -> None:
         if self.encoder is not None:
-            self.encoder.begin(batch.manifest, batch.pixels)
+            self.encoder.begin(batch.manifest, batch.pixels, batch.coming)
         if self.stage is not None:
             self.stage.begin(batch.manifest, batch.texts, batch.targets)
             self.stage.loss_scale = self.scale.value
@@ -270,6 +278,11 @@ class HybridStep:
             self.flush()
         self.end_sharded()
         return float(self.stage.loss_sum) if self.stage is not None and self.mesh.place.tp == 0 else 0.0
+
+    def close(self) -> None:
+        """End what works in the background."""
+        if self.encoder is not None:
+            self.encoder.close()
 
     def end_sharded(self) -> None:
         """Wait for gradients that FSDP2 sums, and drop the weights that it has gathered."""

@@ -75,6 +75,7 @@ def run_ranks(rank: int, world: int, host: str, port: int, plan_text: str, steps
             shards.params.append({name: value.clone() for name, value in runner.weights().items()})
         torch.save(vars(shards), Path(folder) / f"rank-{rank}.pt")
     finally:
+        runner.close()
         feed.close()
         close_mesh(mesh)
 

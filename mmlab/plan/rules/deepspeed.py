@@ -19,6 +19,7 @@ NEEDED: tuple[tuple[str, object, str], ...] = (
     ("parallel.sp", False, "there is no tensor group to split sequences over"),
     ("parallel.schedule", "1f1b", "each microbatch goes forward and backward before the next"),
     ("sharding.language", "layer", "DeepSpeed gathers module by module"),
+    ("parallel.encoder_batch", 1, "images are encoded with the text of their microbatch"),
     ("communication.vision.compressor", "none", "DeepSpeed reduces gradients itself"),
     ("communication.language.compressor", "none", "DeepSpeed reduces gradients itself"),
 )
