@@ -13,9 +13,10 @@ from torch import Tensor
 from torch._C._distributed_c10d import FakeProcessGroup
 
 from mmlab.parallel.shm.collectives import Collectives, op_name
-from mmlab.parallel.shm.progress import PeerLost, Progress, ShmWork, Steps
+from mmlab.parallel.shm.progress import Progress
 from mmlab.parallel.shm.segment import DEFAULT_BYTES, Segment, meet
 from mmlab.parallel.shm.tensors import Outputs, as_bytes, flat, numbered, total_size
+from mmlab.parallel.shm.work import PeerLost, ShmWork, Steps
 
 log = logging.getLogger(__name__)
 
