@@ -21,7 +21,7 @@ ACK_TIMEOUT = 60.0
 
 def register(app: typer.Typer) -> None:
     """Add the commands about runs."""
-    for command in (list_all, show, pause, resume, step, set_, checkpoint, restore, export, stop):
+    for command in (list_all, show, traffic, pause, resume, step, set_, checkpoint, restore, export, stop):
         name = {"list_all": "runs", "set_": "set"}.get(command.__name__, command.__name__)
         app.command(name, rich_help_panel="Runs")(command)
 
@@ -55,6 +55,15 @@ def show(run: RunArgument, follow: Annotated[bool, typer.Option(help="Go on unti
     console().print(snapshot(folder).text, markup=False)
     if follow:
         follow_run(folder)
+
+
+def traffic(run: RunArgument) -> None:
+    """Show what a run's ranks say to each other: groups, bytes a step, time under way and waited for."""
+    from mmlab.tracking.record import RunRecord
+
+    record = RunRecord(find_run(run))
+    record.events()
+    console().print(str(record.traffic()), markup=False, soft_wrap=True)
 
 
 def pause(run: RunArgument) -> None:

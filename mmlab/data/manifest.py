@@ -39,18 +39,34 @@ class ManifestSample:
 
 @dataclass(frozen=True)
 class Split:
-    """How a global batch is divided: `dp` replicas, `microbatches` on each, `owners` ranks that encode images."""
+    """How a global batch is divided: `dp` replicas, `microbatches` on each, `owners` ranks that encode images.
+
+    `local`: each replica has an equal share of the owners to itself, in order, and no other encodes its images.
+    `together`: microbatches whose images are encoded at once; owners are balanced over these.
+    """
 
     dp: int = 1
     microbatches: int = 1
     owners: int = 1
+    local: bool = False
+    together: int = 1
 
     @classmethod
     def of(cls, plan: Plan) -> Split:
-        """The plan's: encoder ranks (own_ranks), replicas (first_stage) or all ranks own images."""
+        """The plan's: encoder ranks, those of each replica's first stage, or all ranks own images."""
         p = plan.parallel
-        owners = {"own_ranks": p.vision_dp, "first_stage": p.dp, "all_ranks": plan.world_size}[p.vision]
-        return cls(p.dp, p.microbatches, owners)
+        grid = p.dp * p.cp * p.tp
+        owners = {"own_ranks": p.vision_dp, "first_stage": grid, "all_ranks": grid * p.pp}[p.vision]
+        return cls(p.dp, p.microbatches, owners, p.vision == "first_stage", p.encoder_batch)
+
+    def one_replica(self) -> Split:
+        """The same owners for a batch that replica 0 computes alone, as one microbatch."""
+        return Split(1, 1, self.owners // self.dp if self.local else self.owners, self.local)
+
+    def owners_of(self, dp: int) -> range:
+        """Owners among which the images of a replica are divided."""
+        share = self.owners // self.dp
+        return range(dp * share, (dp + 1) * share) if self.local else range(self.owners)
 
 
 @dataclass(frozen=True)
@@ -104,15 +120,17 @@ class StepManifest:
     @cached_property
     def _owners(self) -> tuple[int, ...]:
         """Owner of each position, -1 without images. Greedy, largest first (Graham 1969, longest processing time):
-        the least loaded of this microbatch, then of the step, then the first."""
+        the least loaded of the microbatches encoded together, then of the step, then the first."""
+        split = self.split
         owners = [-1] * len(self.samples)
-        step_load = [0] * self.split.owners
-        span = self.microbatch_size * self.split.dp
-        for m in range(self.split.microbatches):
-            load = [0] * self.split.owners
-            with_images = [i for i in range(m * span, (m + 1) * span) if self.samples[i].tiles]
+        step_load = [0] * split.owners
+        span = self.microbatch_size * split.dp * split.together
+        for start in range(0, len(self.samples), span):
+            load = [0] * split.owners
+            with_images = [i for i in range(start, min(start + span, len(owners))) if self.samples[i].tiles]
             for i in sorted(with_images, key=lambda i: (-self.samples[i].tiles, i)):
-                owner = min(range(self.split.owners), key=lambda o: (load[o], step_load[o], o))
+                among = split.owners_of(self.microbatch_of(i)[0])
+                owner = min(among, key=lambda o: (load[o], step_load[o], o))
                 owners[i] = owner
                 load[owner] += self.samples[i].tiles
                 step_load[owner] += self.samples[i].tiles

@@ -14,7 +14,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from mmlab.parallel.traffic import Traffic
+
 KINDS = ("tokens", "token_grads", "forward", "backward", "next_ids")
+AXIS = {"tokens": "tokens", "token_grads": "tokens", "forward": "pp", "backward": "pp", "next_ids": "pp"}
+"""Axis (of `mmlab.messages.AXES`) that each kind is counted under."""
 _TAGS_PER_KIND = 1 << 20
 
 
@@ -23,12 +27,17 @@ class Link:
 
     Forward and backward traffic use two groups: NCCL runs the transfers of one pair in the order in which they were
     issued, and 1F1B issues a stage's sends forward and receives backward in another order than its neighbour does.
+    What a rank sends to itself (where it encodes and holds the first stage) stays where it is; `group` is None for a
+    rank that is alone.
     """
 
-    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
+    def __init__(self, group: dist.ProcessGroup | None, rank: int, device: torch.device, traffic: Traffic) -> None:
         self.group = group
+        self.rank = rank
         self.device = device
+        self.traffic = traffic
         self._pending: list[tuple[dist.Work | None, Tensor]] = []
+        self._own: dict[int, Tensor] = {}
 
     @staticmethod
     def _tag(kind: str, microbatch: int) -> int:
@@ -39,11 +48,17 @@ class Link:
         if tensor.numel() == 0:
             return
         tensor = tensor.detach().contiguous()
+        if peer == self.rank:
+            self._own[self._tag(kind, microbatch)] = tensor
+            return
+        self.traffic.add(AXIS[kind], tensor)
         work = dist.isend(tensor, peer, group=self.group, tag=self._tag(kind, microbatch))
         self._pending.append((work, tensor))
 
     def recv(self, shape: Sequence[int], dtype: torch.dtype, peer: int, kind: str, microbatch: int) -> Tensor:
-        """Receive a tensor of a shape that both sides know."""
+        """Receive a tensor of a shape that both sides know. From itself, a rank gets what it sent, uncopied."""
+        if peer == self.rank and 0 not in shape:
+            return self._own.pop(self._tag(kind, microbatch))
         tensor = torch.empty(tuple(shape), dtype=dtype, device=self.device)
         if tensor.numel():
             dist.recv(tensor, peer, group=self.group, tag=self._tag(kind, microbatch))
@@ -59,3 +74,4 @@ class Link:
     def drop(self) -> None:
         """Forget what is under way (after a failure)."""
         self._pending.clear()
+        self._own.clear()

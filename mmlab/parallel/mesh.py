@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -12,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from mmlab.parallel import shm
 from mmlab.parallel.exchange import Link
 from mmlab.parallel.tensor import TensorGroup
+from mmlab.parallel.traffic import Traffic
 from mmlab.plan.layout import Layout, Place
 from mmlab.plan.schema import Plan
 
@@ -24,9 +26,9 @@ pictures of an evaluation). Lost and failed ranks are found by other means withi
 class Mesh:
     """What a rank needs to talk to the others.
 
-    `reduction` is the data-parallel group of this rank's parameters (encoder ranks: the encoder group), `embedding`
-    the first and last stage's pair for tied embeddings; both None where there is nobody else. `control` carries the
-    step's own reduction and the commands, on CPU tensors whatever the device.
+    `reductions[module]` is the group of the ranks that hold the same parameters of a module and see other data,
+    `embedding` the first and last stage's pair for tied embeddings; None where there is nobody else. `control` carries
+    the step's own reduction and the commands, on CPU tensors whatever the device. `traffic` counts what is sent.
     """
 
     layout: Layout
@@ -34,10 +36,11 @@ class Mesh:
     device: torch.device
     control: dist.ProcessGroup | None
     tp: TensorGroup
-    reduction: dist.ProcessGroup | None
+    reductions: Mapping[str, dist.ProcessGroup | None]
     embedding: dist.ProcessGroup | None
-    forward: Link | None
-    backward: Link | None
+    forward: Link
+    backward: Link
+    traffic: Traffic
 
     @property
     def world_size(self) -> int:
@@ -63,9 +66,10 @@ def build_mesh(plan: Plan, layout: Layout, rank: int, store: dist.Store | None, 
     `store` is None when the environment says where the rendezvous is (torchrun). A plan of one rank needs no groups.
     """
     place = layout.place(rank)
-    alone = TensorGroup()
+    alone, traffic = TensorGroup(), Traffic()
     if len(layout.places) == 1:
-        return Mesh(layout, place, device, None, alone, None, None, None, None)
+        forward_link, backward_link = (Link(None, rank, device, traffic) for _ in range(2))
+        return Mesh(layout, place, device, None, alone, {}, None, forward_link, backward_link, traffic)
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     if device.type == "cpu" and plan.cluster.collectives == "shm":
         shm.register()  # takes gloo by itself where the ranks share no x86-64 Linux host or have no memory to share
@@ -83,17 +87,22 @@ def build_mesh(plan: Plan, layout: Layout, rank: int, store: dist.Store | None, 
     embedding = _my_group(layout.embedding_groups if tied else [], rank)
     tp = alone
     if tp_group is not None:
-        tp = TensorGroup(tp_group, place.tp, plan.parallel.tp, DeviceMesh.from_group(tp_group, device.type))
+        mesh = DeviceMesh.from_group(tp_group, device.type)
+        tp = TensorGroup(tp_group, place.tp, plan.parallel.tp, mesh, traffic)
+    reductions = {
+        "vision": vision_group,
+        "projector": vision_group if plan.parallel.projector == "vision" else dp_group,
+        "language": dp_group,
+    }
     return Mesh(
-        layout, place, device, control, tp, vision_group if place.role == "vision" else dp_group, embedding,
-        Link(forward, device), Link(backward, device),
+        layout, place, device, control, tp, reductions, embedding,
+        Link(forward, rank, device, traffic), Link(backward, rank, device, traffic), traffic,
     )  # fmt: skip
 
 
 def close_mesh(mesh: Mesh) -> None:
     """End the groups of this rank."""
     for link in (mesh.forward, mesh.backward):
-        if link is not None:
-            link.drop()
+        link.drop()
     if dist.is_initialized():
         dist.destroy_process_group()

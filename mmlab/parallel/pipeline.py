@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from mmlab.parallel.watch import Watch
 from mmlab.plan.schedule import Op
 
-Handler = Callable[[int], None]
+Handler = Callable[[Op], None]
 
 PHASE_OF = {
     "encode": "encode",
@@ -34,10 +34,10 @@ FORWARD_KINDS = frozenset({"encode", "send_tokens", "recv_tokens", "recv_forward
 
 
 def run_ops(ops: Sequence[Op], handlers: Mapping[str, Handler], watch: Watch) -> None:
-    """Run ops in order; each handler gets the op's microbatch. KeyError when a kind has no handler."""
+    """Run ops in order; each handler gets its op. KeyError when a kind has no handler."""
     for op in ops:
         with watch.timed(PHASE_OF[op.kind], op.kind, op.microbatch):
-            handlers[op.kind](op.microbatch)
+            handlers[op.kind](op)
 
 
 def forward_ops(ops: Sequence[Op], microbatches: int) -> list[Op]:

@@ -4,7 +4,7 @@ A column-parallel linear layer takes its input through `copy_to_group` (identity
 row-parallel one hands its output to `reduce_from_group` (all-reduce forward, identity backward). Column-parallel
 layers with one input share one `copy_to_group`, so a decoder block costs two all-reduces forward and two backward.
 
-Everything that is communicated goes through `dist.all_reduce(tensor, group=...)`: what gathers does so by summing into
+Everything that is communicated goes through `TensorGroup.all_reduce`: what gathers does so by summing into
 zeros (x + 0 is exact). One primitive suffices for a faster same-host backend, and at these sizes (kilobytes) the number
 of collectives is what costs, not their bytes.
 """
@@ -22,6 +22,8 @@ from torch.autograd.function import FunctionCtx
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from mmlab.parallel.traffic import Traffic
+
 IGNORED = -100
 """Target of a position that has nothing to predict."""
 
@@ -38,6 +40,14 @@ class TensorGroup:
     """Ranks in the group."""
     mesh: DeviceMesh | None = None
     """One-dimensional mesh over the group, on which parameters are DTensors."""
+    traffic: Traffic | None = None
+    """Where the bytes are counted."""
+
+    def all_reduce(self, tensor: Tensor) -> None:
+        """Sum a tensor over the group, in place."""
+        if self.traffic is not None:
+            self.traffic.add("tp", tensor)
+        dist.all_reduce(tensor, group=self.group)
 
 
 class _Local(torch.autograd.Function):
@@ -77,15 +87,15 @@ class _Copy(torch.autograd.Function):
     """Identity forward, sum over the group backward."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group = group
+    def forward(ctx: Any, x: Tensor, tp: TensorGroup) -> Tensor:
+        ctx.tp = tp
         return x.view_as(x)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
         # A copy, because autograd may hand the same gradient tensor to other nodes.
         total = grads[0].clone(memory_format=torch.contiguous_format)
-        dist.all_reduce(total, group=ctx.group)
+        ctx.tp.all_reduce(total)
         return total, None
 
 
@@ -93,9 +103,9 @@ class _Reduce(torch.autograd.Function):
     """Sum over the group forward, identity backward."""
 
     @staticmethod
-    def forward(ctx: FunctionCtx, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    def forward(ctx: FunctionCtx, x: Tensor, tp: TensorGroup) -> Tensor:
         total = x.clone(memory_format=torch.contiguous_format)
-        dist.all_reduce(total, group=group)
+        tp.all_reduce(total)
         return total
 
     @staticmethod
@@ -111,7 +121,7 @@ class _Gather(torch.autograd.Function):
         ctx.slice = slice(tp.rank * x.shape[-1], (tp.rank + 1) * x.shape[-1])
         whole = x.new_zeros(*x.shape[:-1], x.shape[-1] * tp.size)
         whole[..., ctx.slice] = x
-        dist.all_reduce(whole, group=tp.group)
+        tp.all_reduce(whole)
         return whole
 
     @staticmethod
@@ -124,12 +134,12 @@ def copy_to_group(x: Tensor, tp: TensorGroup) -> Tensor:
 
     Nothing is communicated where `x` needs no gradient.
     """
-    return x if tp.size == 1 else cast(Tensor, _Copy.apply(x, tp.group))
+    return x if tp.size == 1 else cast(Tensor, _Copy.apply(x, tp))
 
 
 def reduce_from_group(x: Tensor, tp: TensorGroup) -> Tensor:
     """The sum of `x` (a partial result on every rank) over the group; the gradient passes unchanged."""
-    return x if tp.size == 1 else cast(Tensor, _Reduce.apply(x, tp.group))
+    return x if tp.size == 1 else cast(Tensor, _Reduce.apply(x, tp))
 
 
 def gather_from_group(x: Tensor, tp: TensorGroup) -> Tensor:
@@ -173,7 +183,7 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
         stacked = logits.new_zeros(tp.size + 1, logits.shape[0])
         stacked[tp.rank] = logits.logsumexp(-1)
         stacked[-1] = logits.gather(-1, mine).squeeze(-1).masked_fill(elsewhere, 0.0)
-        dist.all_reduce(stacked, group=tp.group)
+        tp.all_reduce(stacked)
         log_total = stacked[:-1].logsumexp(0)
         counted = targets != IGNORED
         ctx.save_for_backward(logits, log_total, mine, elsewhere, counted)

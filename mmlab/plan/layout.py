@@ -1,7 +1,8 @@
 """Which rank is what, and on which node: rank <-> role and coordinates, and the groups that communicate.
 
 The encoder's ranks come first, then the language grid, stage-major: one `arange(pp * dp * cp * tp).view(pp, dp, cp,
-tp)` behind them. So the ranks of a tensor group are neighbours, and a stage's ranks are contiguous.
+tp)` behind them. So the ranks of a tensor group are neighbours, and a stage's ranks are contiguous. Where the encoder
+has no ranks of its own, ranks of the grid encode too: those of the first stage, or all.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ from mmlab.plan.schema import Plan
 class Place:
     """What one rank is: its node, role and coordinates (-1 where the role has none).
 
-    `vision` is the index in the encoder group; `dp`, `pp` (stage), `cp` and `tp` are those of the language grid.
+    `vision` is the index among the ranks that encode, whatever their role; `dp`, `pp` (stage), `cp` and `tp` are those
+    of the language grid.
     """
 
     rank: int
@@ -42,8 +44,10 @@ class Layout:
         self.plan = plan
         self.first = p.vision_dp if p.vision == "own_ranks" else 0
         """Number of encoder ranks; the rank of the first language rank."""
-        self.vision_ranks = list(range(self.first))
-        """Ranks that encode images."""
+        grid = p.dp * p.cp * p.tp
+        encoders = {"own_ranks": self.first, "first_stage": grid, "all_ranks": grid * p.pp}[p.vision]
+        self.vision_ranks = list(range(encoders))
+        """Ranks that encode images: `vision_ranks[place.vision]` is the rank of a place (the index is the rank)."""
         nodes = _pack(plan, self.first)
         self.places = [self._make(rank, node) for rank, node in enumerate(nodes)]
         """The place of every rank, in rank order."""
@@ -56,7 +60,8 @@ class Layout:
         rest, cp = divmod(rest, p.cp)
         pp, dp = divmod(rest, p.dp)
         label = f"stage {pp} tp {tp}" + (f" cp {cp}" if p.cp > 1 else "") + (f" dp {dp}" if p.dp > 1 else "")
-        return Place(rank, node, "language", dp=dp, pp=pp, cp=cp, tp=tp, label=label)
+        vision = rank if rank < len(self.vision_ranks) else -1
+        return Place(rank, node, "language", vision=vision, dp=dp, pp=pp, cp=cp, tp=tp, label=label)
 
     @property
     def world_size(self) -> int:
@@ -89,6 +94,16 @@ class Layout:
         size = p.dp * p.cp * p.tp
         start = self.rank_of(pp=stage)
         return list(range(start, start + size))
+
+    def encoders_of(self, replica: int) -> list[int]:
+        """Ranks that may encode the images of a replica: merged with the first stage, its own ranks alone."""
+        if self.plan.parallel.vision != "first_stage":
+            return self.vision_ranks
+        return self.token_ranks(replica)
+
+    def token_ranks(self, replica: int) -> list[int]:
+        """Ranks of a replica's first stage, which image tokens go to: cp-major, then tp."""
+        return [self.rank_of(pp=0, dp=replica, **at) for at in self._grid("cp", "tp")]
 
     def layers_of(self, stage: int) -> range:
         """Decoder blocks of a stage: contiguous, as even as possible, earlier stages take the extra ones."""

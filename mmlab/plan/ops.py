@@ -23,7 +23,8 @@ class Op:
     `microbatch` is its index, -1 for ops of the whole step. `peer` is the rank at the other end of a transfer between
     stages, -1 otherwise: token ops have several peers (all encoder ranks; the first stage of every replica), and which
     images an encoder rank owns is said by the step manifest. Encoder ops of microbatch m stand for microbatch m of
-    every replica. Gradients of image tokens leave from tensor rank 0 only, since they are equal on all.
+    every replica. `chunk` is the rank's own index of the model chunk (0 where a rank holds one piece of the decoder).
+    Gradients of image tokens leave from tensor rank 0 only, since they are equal on all.
 
     `reduce` collects the rank's gradients and sums them over its data-parallel group (which may be the rank alone),
     `reduce_embedding` sums those of a table that first and last stage share, `norm` is the one reduction over all
@@ -33,6 +34,7 @@ class Op:
     kind: Kind
     microbatch: int = -1
     peer: int = -1
+    chunk: int = 0
 
 
 class Timed(NamedTuple):

@@ -31,11 +31,13 @@ def amount(value: float, unit: str = "") -> str:
 def _layers(layout: Layout, place: Place) -> str:
     """What of the model a rank holds, in words."""
     model, beside = layout.plan.model, layout.plan.parallel.projector == "vision"
+    encoder = f"encoder 0-{model.vision.layers - 1}" + (", projector" if beside else "")
     if place.role == "vision":
-        return f"encoder 0-{model.vision.layers - 1}" + (", projector" if beside else "")
+        return encoder
     blocks = layout.layers_of(place.pp)
     names = f"{blocks[0]}-{blocks[-1]}" if len(blocks) > 1 else ", ".join(map(str, blocks))
-    parts = ["projector"] if place.pp == 0 and not beside else []
+    parts = [encoder] if place.vision >= 0 else []
+    parts += ["projector"] if place.pp == 0 and not beside else []
     parts += ["embedding"] if place.pp == 0 else []
     parts += [f"blocks {names}"] if blocks else []
     return ", ".join([*parts, "head"] if place.pp == layout.plan.parallel.pp - 1 else parts)
@@ -59,8 +61,13 @@ def summary(layout: Layout) -> str:
     nodes = len(layout.nodes)
     where = f"{nodes} node{'s' if nodes > 1 else ''}"
     grid = " × ".join(degrees) or "one rank"
-    encoder = f"encoder group of {len(layout.vision_ranks)}, " if layout.vision_ranks else ""
-    return f"{plan.name}: {layout.world_size} ranks on {where}; {encoder}language {grid}"
+    encoder = {
+        "own_ranks": f"encoder group of {layout.first}",
+        "first_stage": "encoder on the first stage",
+        "all_ranks": "encoder on all ranks",
+    }[p.vision]
+    ranks = f"{layout.world_size} rank{'s' if layout.world_size > 1 else ''}"
+    return f"{plan.name}: {ranks} on {where}; {encoder}, language {grid}"
 
 
 def layout_text(layout: Layout) -> str:
@@ -108,7 +115,8 @@ def _blocks(layout: Layout, ranks: Sequence[int]) -> Iterator[_Block]:
             yield _Block("encoder", places, "#9fdcc5")
         else:
             extra = (f" · dp {dp}" if p.dp > 1 else "") + (f" · cp {cp}" if p.cp > 1 else "")
-            yield _Block(f"stage {stage}{extra}", places, _colour(stage, p.pp))
+            encodes = "encoder + " if places[0].vision >= 0 else ""
+            yield _Block(f"{encodes}stage {stage}{extra}", places, _colour(stage, p.pp))
 
 
 def _lines(blocks: Sequence[_Block], widest: float) -> list[list[_Block]]:
@@ -179,9 +187,9 @@ def layout_svg(layout: Layout) -> str:
 def _flow(layout: Layout) -> str:
     """How data moves between the roles, in words."""
     pp, steps = layout.plan.parallel.pp, []
-    if layout.vision_ranks:
-        what = "image tokens" if layout.plan.parallel.projector == "vision" else "image features"
-        steps.append(f"{what}: encoder → stage 0")
+    what = "image tokens" if layout.plan.parallel.projector == "vision" else "image features"
+    source = {"own_ranks": "encoder → ", "first_stage": "within ", "all_ranks": "all ranks → "}
+    steps.append(f"{what}: {source[layout.plan.parallel.vision]}stage 0")
     if pp > 1:
         steps.append(f"activations: stage 0 → {'… → ' if pp > 2 else ''}stage {pp - 1}; gradients the other way")
     return "; ".join(steps)

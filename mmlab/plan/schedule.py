@@ -1,9 +1,8 @@
 """One pure schedule: for each rank, the list of ops of a step. The same list is run, costed and drawn.
 
 GPipe (Huang et al. 2019) runs all forwards, then all backwards; 1F1B (Narayanan et al. 2021, section 2.2) starts
-backward as early as it can, so that stage s holds at most pp - s microbatches. Encoder ranks are peers of the
-pipeline, not a stage: they encode and send every microbatch in order, then take gradients of image tokens in the order
-in which the first stage finishes them.
+backward as early as it can, so that stage s holds at most pp - s microbatches. The encoder is a peer of the pipeline,
+not a stage: `plan.encoder_ops` puts its ops into lists of their own or between those of the stages.
 """
 
 from __future__ import annotations
@@ -13,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from mmlab.errors import PlanError
+from mmlab.plan.encoder_ops import UNIT_COSTS, returns_token_grads, tokens_need_grad, with_encoder
 from mmlab.plan.layout import Layout, Place
 from mmlab.plan.ops import COMPUTE, Kind, Op, Timed, Timeline
 from mmlab.plan.picture import schedule_svg, schedule_text
@@ -52,12 +52,6 @@ def vision_trains(plan: Plan) -> bool:
     return not plan.train.vision.frozen
 
 
-def tokens_need_grad(plan: Plan) -> bool:
-    """Whether what the encoder ranks send needs a gradient: the encoder trains, or the projector beside it does."""
-    beside = plan.parallel.projector == "vision" and not plan.train.projector.frozen
-    return vision_trains(plan) or beside
-
-
 def stage_trains(plan: Plan, stage: int) -> bool:
     """Whether a stage has something to train: decoder blocks, or the projector where it lives on the first stage."""
     projector = stage == 0 and plan.parallel.projector == "first_stage" and not plan.train.projector.frozen
@@ -70,14 +64,14 @@ def needs_backward(plan: Plan, stage: int) -> bool:
 
 
 def rows_to_draw(layout: Layout) -> list[int]:
-    """The ranks a picture shows: all, or (of many) every encoder and tensor rank 0 of the first replica's stages,
-    whose ops the other tensor ranks and replicas repeat."""
+    """The ranks a picture shows: all, or (of many) every rank of the encoder's own and tensor rank 0 of the first
+    replica's stages, whose ops the other tensor ranks and replicas repeat."""
     if layout.world_size <= _MANY_RANKS:
         return list(range(layout.world_size))
     stages = [
         place.rank for place in layout.places if place.role == "language" and place.tp == place.cp == place.dp == 0
     ]
-    return layout.vision_ranks + stages
+    return list(range(layout.first)) + stages
 
 
 def _labels(layout: Layout, rows: Sequence[int]) -> list[str]:
@@ -151,26 +145,11 @@ def microbatch_order(plan: Plan, stage: int) -> list[tuple[Literal["forward", "b
 
 
 def build_schedule(plan: Plan) -> Schedule:
-    """The schedule of a plan. PlanError for a schedule or placement that this version does not have."""
-    if plan.parallel.vision != "own_ranks":
-        raise PlanError(f"parallel.vision = {plan.parallel.vision}: not available in this version; use own_ranks")
+    """The schedule of a plan. PlanError for a schedule that this version does not have."""
     layout = Layout(plan)
-    ops = []
-    for place in layout.places:
-        body = _encoder_ops(plan) if place.role == "vision" else _stage_ops(plan, layout, place)
-        ops.append([*body, *_end_of_step(plan, place)])
-    return Schedule(plan, ops)
-
-
-def _encoder_ops(plan: Plan) -> Iterator[Op]:
-    for i in range(plan.parallel.microbatches):
-        yield Op("encode", i)
-        yield Op("send_tokens", i)
-    if tokens_need_grad(plan):
-        for kind, i in microbatch_order(plan, 0):
-            if kind == "backward":
-                yield Op("recv_token_grads", i)
-                yield Op("encode_backward", i)
+    stages = {p.rank: list(_stage_ops(plan, layout, p)) for p in layout.places if p.role == "language"}
+    ops = with_encoder(layout, stages, lambda lists: simulate(Schedule(plan, lists), plan, UNIT_COSTS))
+    return Schedule(plan, [[*ops[p.rank], *_end_of_step(plan, p)] for p in layout.places])
 
 
 def _stage_ops(plan: Plan, layout: Layout, place: Place) -> Iterator[Op]:
@@ -190,15 +169,14 @@ def _stage_ops(plan: Plan, layout: Layout, place: Place) -> Iterator[Op]:
             yield Op("backward", i)
             if stage > 0 and needs_backward(plan, stage - 1):
                 yield Op("send_backward", i, before)
-            if stage == 0 and place.tp == 0 and place.cp == 0 and tokens_need_grad(plan):
+            if returns_token_grads(plan, place):
                 yield Op("send_token_grads", i)
 
 
 def _end_of_step(plan: Plan, place: Place) -> Iterator[Op]:
-    if place.role == "vision":
-        trains, tied = tokens_need_grad(plan), False
-    else:
-        trains = stage_trains(plan, place.pp)
+    trains, tied = place.vision >= 0 and tokens_need_grad(plan), False
+    if place.role == "language":
+        trains = trains or stage_trains(plan, place.pp)
         ends = plan.parallel.pp > 1 and place.pp in (0, plan.parallel.pp - 1)
         tied = ends and plan.model.language.tied_embeddings and not plan.train.language.frozen
     if trains:

@@ -143,7 +143,14 @@ class ParallelConfig(Section):
     projector: Literal["vision", "first_stage"] = "vision"
     """Which side of the exchange computes the projector."""
     transfer: Literal["p2p", "all_gather"] = "p2p"
-    """How image tokens reach the tensor group of the first stage."""
+    """How image tokens reach the tensor group of the first stage: p2p sends all of them to each of its ranks,
+    all_gather a share to each, which they then gather among themselves. Gradients take the same way back."""
+    encoder_batch: int = Field(1, ge=1)
+    """Microbatches whose images the encoder takes at once, forward and backward; image tokens are still sent as each
+    microbatch needs them."""
+    encoder_ahead: int = Field(0, ge=0)
+    """Steps that a frozen encoder on ranks of its own encodes ahead of the pipeline, in a queue of that many steps'
+    features; 0 means none."""
     schedule: Literal["gpipe", "1f1b", "interleaved", "zb_h1", "zb_v"] = "1f1b"
     """Order of forward and backward of microbatches in the pipeline."""
     microbatches: int = Field(1, ge=1)

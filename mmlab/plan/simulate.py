@@ -6,8 +6,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from mmlab.plan.encoder_ops import returns_token_grads, tokens_need_grad
 from mmlab.plan.layout import Layout
-from mmlab.plan.ops import Op, Timed, Timeline
+from mmlab.plan.ops import COMPUTE, Op, Timed, Timeline
 from mmlab.plan.schema import Plan
 from mmlab.plan.sizes import step_costs
 
@@ -68,11 +69,14 @@ class _Player:
         layout = self.layout
         if kind == "norm":
             return list(range(layout.world_size))
-        if rank in layout.vision_ranks:
-            return layout.vision_group if kind == "reduce" else []
+        if kind == "reduce" and layout.place(rank).vision >= 0 and tokens_need_grad(layout.plan):
+            return layout.vision_group  # holds the rank's replicas too, where it has a stage
+        if layout.place(rank).role == "vision":
+            return []
         groups = {
             "forward": layout.tp_groups,
             "backward": layout.tp_groups,
+            "recv_tokens": layout.tp_groups if layout.plan.parallel.transfer == "all_gather" else [],
             "reduce": layout.dp_groups,
             "reduce_embedding": layout.embedding_groups,
         }
@@ -80,25 +84,31 @@ class _Player:
 
     def sources(self, rank: int, op: Op) -> Iterator[tuple[str, int, int, int]]:
         """What a receiving op waits for: (kind of the sending op, sender, receiver or -1 for all, microbatch)."""
+        layout, place = self.layout, self.layout.place(rank)
         if op.kind == "recv_tokens":
-            yield from (("send_tokens", peer, -1, op.microbatch) for peer in self.layout.vision_ranks)
+            yield from (("send_tokens", peer, -1, op.microbatch) for peer in layout.encoders_of(place.dp))
         elif op.kind == "recv_token_grads":
-            for replica in range(self.layout.plan.parallel.dp):
-                yield "send_token_grads", self.layout.rank_of(pp=0, dp=replica), -1, op.microbatch
+            merged = layout.plan.parallel.vision == "first_stage"
+            for replica in [place.dp] if merged else range(layout.plan.parallel.dp):
+                for peer in layout.token_ranks(replica):
+                    if returns_token_grads(layout.plan, layout.place(peer)):
+                        yield "send_token_grads", peer, -1, op.microbatch
         elif op.kind in ("recv_forward", "recv_backward"):
             yield op.kind.replace("recv", "send"), op.peer, rank, op.microbatch
 
     def start(self, rank: int, op: Op) -> float | None:
         """When an op can start to run, None while what it needs has not happened."""
-        now = self.clock[rank]
-        group = self.groups.get((rank, op.kind), [])
-        if len(group) > 1:
-            here = self.met.setdefault((op.kind, group[0], op.microbatch), {})
-            here.setdefault(rank, now)
-            return max(here.values()) if len(here) == len(group) else None
         arrivals = [self.sent.get(source) for source in self.sources(rank, op)]
         known = [time for time in arrivals if time is not None]
-        return max([now, *known]) if len(known) == len(arrivals) else None
+        if len(known) < len(arrivals):
+            return None
+        ready = max([self.clock[rank], *known])
+        group = self.groups.get((rank, op.kind), [])
+        if len(group) < 2:
+            return ready
+        here = self.met.setdefault((op.kind, group[0], op.microbatch), {})
+        here.setdefault(rank, ready)
+        return max(here.values()) if len(here) == len(group) else None
 
     def advance(self, rank: int) -> bool:
         """Run a rank's next op if it can start."""
@@ -150,11 +160,11 @@ def simulate(schedule: Schedule, plan: Plan, costs: Costs | None = None) -> Time
 def bubble(timeline: Timeline) -> float:
     """Share (0 to 1) of the stages' time without compute, from their first forward to their last compute op.
 
-    Encoder ranks are not counted: how long they have nothing to do says how many of them there are, not how well the
-    pipeline is filled. 0 without any stage.
+    Encoder ranks of their own are not counted: how long they have nothing to do says how many of them there are, not
+    how well the pipeline is filled. What a stage's ranks encode counts as compute. 0 without any stage.
     """
-    stages = [[t for t in ops if t.op.kind in ("forward", "backward")] for ops in timeline]
-    busy = [ops for ops in stages if ops]
+    stages = [ops for ops in timeline if any(t.op.kind in ("forward", "backward") for t in ops)]
+    busy = [[t for t in ops if t.op.kind in COMPUTE] for ops in stages]
     if not busy:
         return 0.0
     span = max(t.end for ops in busy for t in ops) - min(t.start for ops in busy for t in ops)

@@ -70,11 +70,11 @@ def rank_share(plan: Plan, layout: Layout, place: Place) -> Share:
     """Parameters of the part of the model that a rank holds."""
     train, beside = plan.train, plan.parallel.projector == "vision"
     pieces: list[tuple[int, bool]] = []
-    if place.role == "vision":
+    if place.vision >= 0:
         pieces.append((vision_parameters(plan.model.vision), train.vision.frozen))
-    else:
+    if place.role == "language":
         pieces.append((_stage_parameters(plan, layout, place.pp), train.language.frozen))
-    if place.role == "vision" if beside else place.pp == 0:
+    if place.vision >= 0 if beside else place.pp == 0:
         pieces.append((projector_parameters(plan), train.projector.frozen))
     return Share(sum(n for n, frozen in pieces if not frozen), sum(n for n, frozen in pieces if frozen))
 
@@ -97,23 +97,25 @@ def step_costs(plan: Plan, layout: Layout) -> dict[tuple[int, str], float]:
     """
     costs: dict[tuple[int, str], float] = {}
     again = 1 if plan.train.activation_checkpointing else 0
-    encode, project = _encoder_flops(plan)
+    encode, project = _encoder_flops(plan, layout)
     for place in layout.places:
-        if place.role == "vision":
+        if place.vision >= 0:
             vision = 0 if plan.train.vision.frozen else 2 + again
             projector = 2 if not plan.train.projector.frozen else (1 if vision else 0)
             costs[place.rank, "encode"] = encode + project
             costs[place.rank, "encode_backward"] = vision * encode + projector * project
-        else:
+        if place.role == "language":
             forward = _stage_flops(plan, layout, place.pp)
             costs[place.rank, "forward"] = forward
             costs[place.rank, "backward"] = (1 if plan.train.language.frozen else 2) * forward + again * forward
     return costs
 
 
-def _encoder_flops(plan: Plan) -> tuple[float, float]:
-    """FLOPs of a microbatch (of all replicas) on one encoder rank: (encoder, projector where it is beside it)."""
-    config, images = plan.model.vision, plan.microbatch_size * plan.parallel.dp / max(1, plan.parallel.vision_dp)
+def _encoder_flops(plan: Plan, layout: Layout) -> tuple[float, float]:
+    """FLOPs of what one encoding rank takes at once, an equal share of the images of `parallel.encoder_batch`
+    microbatches of all replicas: (encoder, projector where it is beside it)."""
+    p, config = plan.parallel, plan.model.vision
+    images = plan.microbatch_size * min(p.encoder_batch, p.microbatches) * p.dp / max(1, len(layout.vision_ranks))
     tokens = config.tokens_per_tile
     encode = config.layers * (2 * tokens * _vision_block(config) + 4 * tokens**2 * config.hidden)
     beside = plan.parallel.projector == "vision"

@@ -20,6 +20,7 @@ from mmlab.messages.events import ENDED, Event, planned_steps, read_events
 from mmlab.messages.failures import Failure, read_failures
 from mmlab.messages.files import RunPaths, process_alive, read_json
 from mmlab.messages.runs import runs_root
+from mmlab.tracking.traffic import TrafficTable
 
 if TYPE_CHECKING:
     from mmlab.plan import Plan
@@ -90,6 +91,10 @@ class RunRecord:
         kept = [event for event in steps if event["step"] <= limit.get(event["lineage"], -1)]
         by_step = {event["step"]: event for event in kept}
         return [{key: value for key, value in by_step[step].items() if key != "kind"} for step in sorted(by_step)]
+
+    def traffic(self) -> TrafficTable:
+        """What the ranks said to each other in the last steps: groups, bytes, time under way and waited for."""
+        return TrafficTable(self.plan.layout(), self.metrics())
 
     def last_step(self) -> Event | None:
         """The newest step event, of any lineage; None before the first step."""

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from mmlab.models.build import Part, PartModel, build_part
 from mmlab.models.weights import init_from
-from mmlab.parallel.gradients import GradientBuckets, Trained, is_sharded, local_tensor
+from mmlab.parallel.gradients import Reducer, Trained, is_sharded, local_tensor
 from mmlab.parallel.mesh import Mesh
 from mmlab.plan.layout import Layout, Place
 from mmlab.plan.schedule import Op, build_schedule
@@ -20,13 +20,14 @@ EMBEDDING = "language.model.embed_tokens.weight"
 
 def part_of(plan: Plan, layout: Layout, place: Place) -> Part:
     """Which part of the model a rank holds."""
-    with_vision = plan.parallel.projector == "vision"
+    beside, encodes = plan.parallel.projector == "vision", place.vision >= 0
     if place.role == "vision":
-        return Part(vision=True, projector=with_vision, layers=None, embed=False, head=False)
+        return Part(vision=True, projector=beside)
     first, last = place.pp == 0, place.pp == plan.parallel.pp - 1
     return Part(
-        vision=False, projector=first and not with_vision, layers=layout.layers_of(place.pp), embed=first, head=last
-    )
+        vision=encodes, projector=encodes if beside else first, layers=layout.layers_of(place.pp), embed=first,
+        head=last,
+    )  # fmt: skip
 
 
 @dataclass
@@ -35,7 +36,7 @@ class Built:
 
     part: PartModel
     trained: list[Trained]
-    buckets: GradientBuckets
+    reducer: Reducer
     optimizer: Optimizer
     ops: list[Op]
 
@@ -47,17 +48,24 @@ def is_tied_copy(plan: Plan, place: Place, name: str) -> bool:
 
 def _trained(plan: Plan, mesh: Mesh, part: PartModel) -> list[Trained]:
     place = mesh.place
-    first_replica = place.vision == 0 if place.role == "vision" else place.dp == 0
+    beside = ("vision", "projector") if plan.parallel.projector == "vision" else ("vision",)
     trained = []
     for name, param in part.named_parameters():
         module = name.split(".", 1)[0]
         if getattr(plan.train, module).frozen:
             param.requires_grad_(False)
             continue
-        once = is_sharded(param) or place.role == "vision" or place.tp == 0  # replicas over tp are equal
-        counted = first_replica and once and not is_tied_copy(plan, place, name)
+        once = place.dp == 0 and (is_sharded(param) or place.tp == 0)  # replicas over tp are equal
+        counted = place.vision == 0 if module in beside else once and not is_tied_copy(plan, place, name)
         trained.append(Trained(name, param, local_tensor(param), module, counted))
     return trained
+
+
+def _bucket_bytes(plan: Plan) -> dict[str, float]:
+    """Largest bucket of each module; the projector goes with the side that computes it."""
+    vision, language = plan.communication.vision.bucket_mb * 1e6, plan.communication.language.bucket_mb * 1e6
+    beside = plan.parallel.projector == "vision"
+    return {"vision": vision, "projector": vision if beside else language, "language": language}
 
 
 def build(plan: Plan, mesh: Mesh) -> Built:
@@ -65,6 +73,5 @@ def build(plan: Plan, mesh: Mesh) -> Built:
     part = build_part(plan, part_of(plan, mesh.layout, mesh.place), mesh.tp, master_dtype(plan), mesh.device)
     init_from(part, plan)
     trained = _trained(plan, mesh, part)
-    communication = plan.communication.vision if mesh.place.role == "vision" else plan.communication.language
-    buckets = GradientBuckets(trained, mesh.reduction, communication.bucket_mb * 1e6)
-    return Built(part, trained, buckets, Optimizer(plan, trained), build_schedule(plan).ops[mesh.place.rank])
+    reducer = Reducer(trained, mesh.reductions, _bucket_bytes(plan), mesh.tp.group, mesh.traffic)
+    return Built(part, trained, reducer, Optimizer(plan, trained), build_schedule(plan).ops[mesh.place.rank])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
@@ -11,32 +11,24 @@ from mmlab.data.manifest import StepManifest
 from mmlab.models.build import PartModel
 from mmlab.parallel.mesh import Mesh
 from mmlab.parallel.pipeline import Handler
+from mmlab.plan.ops import Op
 from mmlab.plan.schema import Plan
-from mmlab.train.precision import compute_dtype
-
-
-def token_width(plan: Plan) -> int:
-    """Width of what crosses the exchange: projected tokens, or encoder features when the first stage projects."""
-    return plan.model.language.hidden if plan.parallel.projector == "vision" else plan.model.vision.hidden
-
-
-def token_dtype(plan: Plan) -> torch.dtype:
-    """Format of what crosses the exchange."""
-    return compute_dtype(plan.precision.projector if plan.parallel.projector == "vision" else plan.precision.vision)
+from mmlab.train.tokens import Route, token_dtype, token_width
 
 
 class EncoderRunner:
-    """Handlers of an encoder rank's ops.
+    """Handlers of the ops of a rank that encodes.
 
-    Rank v encodes the images that the manifest gives to owner v, for all data-parallel replicas at once, and sends
-    each replica's rows to every tensor-parallel rank of its first stage; gradients come back from tp rank 0 alone
-    (they are equal on all).
+    The rank encodes the images that the manifest gives to its index `place.vision`, of `parallel.encoder_batch`
+    microbatches and all data-parallel replicas at once, and sends each replica's rows as `train.tokens` says.
     """
 
     def __init__(self, plan: Plan, mesh: Mesh, part: PartModel) -> None:
         assert part.vision is not None
-        self.plan, self.mesh, self.vision, self.projector = plan, mesh, part.vision, part.projector
+        self.plan, self.mesh, self.vision = plan, mesh, part.vision
+        self.projector = part.projector if plan.parallel.projector == "vision" else None
         self.owner = mesh.place.vision
+        self.together = plan.parallel.encoder_batch
         self.tokens_per_tile = plan.model.vision.tokens_per_tile
         self.manifest: StepManifest | None = None
         self.pixels: Mapping[int, Tensor] = {}
@@ -58,52 +50,71 @@ class EncoderRunner:
             "encode_backward": self.encode_backward,
         }
 
-    def _rows(self, microbatch: int) -> list[tuple[int, int]]:
-        """(replica, rows of image tokens) that this rank owns in a microbatch, in row order."""
+    def _together(self, microbatch: int) -> range:
+        """The microbatches that are encoded with one."""
+        assert self.manifest is not None
+        first = microbatch - microbatch % self.together
+        return range(first, min(first + self.together, self.manifest.split.microbatches))
+
+    def _rows(self, microbatch: int) -> dict[int, int]:
+        """replica -> rows of image tokens that this rank owns in a microbatch, in row order."""
         assert self.manifest is not None
         counts: dict[int, int] = {}
         for position in self.manifest.owned(self.owner, microbatch):
             replica, _ = self.manifest.microbatch_of(position)
             counts[replica] = counts.get(replica, 0) + self.manifest.samples[position].tiles * self.tokens_per_tile
-        return sorted(counts.items())
+        return counts
 
-    def encode(self, microbatch: int) -> None:
-        """Forward of this rank's images of a microbatch."""
+    def encode(self, op: Op) -> None:
+        """Forward of this rank's images of a microbatch and of those encoded with it."""
         assert self.manifest is not None
-        positions: Sequence[int] = self.manifest.owned(self.owner, microbatch)
+        group = self._together(op.microbatch)
+        positions = [position for m in group for position in self.manifest.owned(self.owner, m)]
         if not positions:
             return
         images = torch.cat([self.pixels[position] for position in positions]).to(self.mesh.device)
         tokens = self.vision(images)
         if self.projector is not None:
             tokens = self.projector(tokens)
-        self._outputs[microbatch] = tokens.flatten(0, 1).to(token_dtype(self.plan))
+        self._outputs[group[0]] = tokens.flatten(0, 1).to(token_dtype(self.plan))
 
-    def send_tokens(self, microbatch: int) -> None:
+    def _output(self, microbatch: int) -> Tensor:
+        """The rows of one microbatch among those encoded with it."""
+        group = self._together(microbatch)
+        start = sum(sum(self._rows(m).values()) for m in range(group[0], microbatch))
+        return self._outputs[group[0]][start : start + sum(self._rows(microbatch).values())]
+
+    def send_tokens(self, op: Op) -> None:
         """Send each replica its rows."""
-        link, layout = self.mesh.forward, self.mesh.layout
-        assert link is not None
-        offset = 0
-        for replica, rows in self._rows(microbatch):
-            part = self._outputs[microbatch][offset : offset + rows]
-            offset += rows
-            for tp in range(self.plan.parallel.tp):
-                link.send(part, layout.rank_of(pp=0, dp=replica, cp=0, tp=tp), "tokens", microbatch)
+        assert self.manifest is not None
+        microbatch, offset = op.microbatch, 0
+        for replica, count in self._rows(microbatch).items():
+            rows = self._output(microbatch)[offset : offset + count]
+            offset += count
+            route = Route(self.mesh.layout, self.manifest, replica, microbatch)
+            for rank, piece in route.receivers(self.owner):
+                self.mesh.forward.send(rows[piece.start : piece.stop], rank, "tokens", microbatch)
 
-    def recv_token_grads(self, microbatch: int) -> None:
-        """Receive the gradients of this rank's rows."""
-        link, layout = self.mesh.backward, self.mesh.layout
-        assert link is not None
-        grads = []
-        for replica, rows in self._rows(microbatch):
-            peer = layout.rank_of(pp=0, dp=replica, cp=0, tp=0)
-            shape = (rows, token_width(self.plan))
-            grads.append(link.recv(shape, token_dtype(self.plan), peer, "token_grads", microbatch))
+    def recv_token_grads(self, op: Op) -> None:
+        """Receive the gradients of this rank's rows; what context-parallel ranks give back is summed."""
+        assert self.manifest is not None
+        microbatch, grads = op.microbatch, []
+        for replica, count in self._rows(microbatch).items():
+            grad = torch.zeros((count, token_width(self.plan)), dtype=token_dtype(self.plan), device=self.mesh.device)
+            route = Route(self.mesh.layout, self.manifest, replica, microbatch)
+            for rank, piece in route.returners(self.owner):
+                shape = (piece.stop - piece.start, grad.shape[1])
+                grad[piece.start : piece.stop] += self.mesh.backward.recv(
+                    shape, grad.dtype, rank, "token_grads", microbatch
+                )
+            grads.append(grad)
         if grads:
             self._grads[microbatch] = torch.cat(grads)
 
-    def encode_backward(self, microbatch: int) -> None:
-        """Backward of this rank's images of a microbatch."""
-        output = self._outputs.pop(microbatch, None)
+    def encode_backward(self, op: Op) -> None:
+        """Backward of this rank's images of a microbatch and of those encoded with it."""
+        group = self._together(op.microbatch)
+        output = self._outputs.pop(group[0], None)
         if output is not None and output.requires_grad:
-            torch.autograd.backward(output, self._grads.pop(microbatch))
+            grads = [self._grads.pop(m) for m in group if m in self._grads]
+            torch.autograd.backward(output, torch.cat(grads))

@@ -15,6 +15,7 @@ from mmlab.data.pipeline import DataSource
 from mmlab.data.sources import has_held_out
 from mmlab.messages import write_atomic
 from mmlab.parallel.mesh import Mesh
+from mmlab.plan.ops import Op
 from mmlab.plan.schema import Plan
 from mmlab.train.control import Channel
 from mmlab.train.stage import StageRunner
@@ -83,7 +84,7 @@ class Evaluator:
             for m in range(plan.parallel.microbatches):
                 text = self.source.text(manifest, manifest.microbatch(place.dp, m))
                 texts[m] = text.to(self.mesh.device)
-        else:
+        if place.vision >= 0:
             for position in manifest.owned(place.vision):
                 shown = swap[position] if swap else position
                 pixels[position], _ = self.source.decode_sample(manifest.samples[shown])
@@ -110,7 +111,7 @@ class Evaluator:
             manifest, cursors = self.source.manifest(number + 1, cursors)
             found |= {sample.key: sample for sample in manifest.samples if sample.tiles}
         chosen = tuple(found.values())[:wanted]
-        return StepManifest(0, chosen, Split(1, 1, plan.parallel.vision_dp))
+        return StepManifest(0, chosen, Split.of(plan).one_replica())
 
     def _generate(self, plan: Plan, manifest: StepManifest) -> list[str]:
         """Greedy answers, by the encoder ranks and the pipeline of replica 0; known to every rank afterwards."""
@@ -121,9 +122,9 @@ class Evaluator:
             if encoder is not None:
                 owned = manifest.owned(encoder.owner)
                 encoder.begin(manifest, {p: self.source.decode_sample(manifest.samples[p])[0] for p in owned})
-                encoder.encode(0)
-                encoder.send_tokens(0)
-            elif stage is not None and stage.replica == 0:
+                encoder.encode(Op("encode", 0))
+                encoder.send_tokens(Op("send_tokens", 0))
+            if stage is not None and stage.replica == 0:
                 answers = self._write_on(stage, manifest)
             self.runner.flush()
         last = self.mesh.layout.rank_of(pp=plan.parallel.pp - 1)
@@ -142,7 +143,7 @@ class Evaluator:
         written: list[list[int]] = [[] for _ in prompts]
         stage.begin(manifest, {}, 1)
         if stage.first:
-            stage.recv_tokens(0)
+            stage.recv_tokens(Op("recv_tokens", 0))
         for number in range(longest):
             rows = [prompt + answer for prompt, answer in zip(prompts, written, strict=True)]
             text = pack([TextSequence(tuple(row), (IGNORE,) * len(row)) for row in rows], self.source.image_id)

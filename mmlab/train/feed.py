@@ -28,7 +28,7 @@ class Feed:
     def __init__(self, plan: Plan, mesh: Mesh, source: DataSource) -> None:
         self.plan, self.mesh, self.source = plan, mesh, source
         self.owner = mesh.place.vision
-        self.prefetcher = Prefetcher(source, plan.data.workers) if mesh.place.role == "vision" else None
+        self.prefetcher = Prefetcher(source, plan.data.workers) if mesh.place.vision >= 0 else None
         self.images_seen = 0
         self.images_bad = 0
         self.cursors = source.start()

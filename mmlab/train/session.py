@@ -124,6 +124,9 @@ class Session:
             tokens_per_s=round(tokens / seconds, 2), images_per_s=round(images / seconds, 2), data_wait=data,
             lr=result.lr, grad_norm=result.grad_norm, grad_norm_total=result.grad_norm_total,
             **({"phases": [[round(s, 5) for s in row] for row in result.phases]} if result.phases else {}),
+            **({"traffic": result.traffic} if result.traffic else {}),
+            **({"communication": {m: {"seconds": round(s, 5), "exposed": round(e, 5)}
+                                  for m, (s, e) in result.communication.items()}} if result.communication else {}),
         )  # fmt: skip
 
     @staticmethod

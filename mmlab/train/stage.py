@@ -12,10 +12,11 @@ from mmlab.data.packed import PackedText
 from mmlab.models.build import PartModel
 from mmlab.parallel.mesh import Mesh
 from mmlab.parallel.pipeline import Handler
+from mmlab.plan.ops import Op
 from mmlab.plan.schedule import needs_backward, tokens_need_grad
 from mmlab.plan.schema import Plan
-from mmlab.train.encoder import token_dtype, token_width
 from mmlab.train.precision import compute_dtype
+from mmlab.train.tokens import TokenExchange
 
 
 class StageRunner:
@@ -23,7 +24,9 @@ class StageRunner:
 
     def __init__(self, plan: Plan, mesh: Mesh, part: PartModel) -> None:
         assert part.language is not None
-        self.plan, self.mesh, self.language, self.projector = plan, mesh, part.language, part.projector
+        self.plan, self.mesh, self.language = plan, mesh, part.language
+        self.projector = part.projector if plan.parallel.projector == "first_stage" else None
+        self.exchange = TokenExchange(plan, mesh)
         place, layout = mesh.place, mesh.layout
         self.replica = place.dp
         self.first, self.last = place.pp == 0, place.pp == plan.parallel.pp - 1
@@ -62,39 +65,15 @@ class StageRunner:
             "send_token_grads": self.send_token_grads,
         }
 
-    def _tiles(self, microbatch: int) -> list[tuple[int, int]]:
-        """(owner, index of the tile in the microbatch) of each image tile of this replica, in order."""
+    def recv_tokens(self, op: Op) -> None:
+        """Receive image tokens [N*P, D] from their owners, in the order of the images."""
         assert self.manifest is not None
-        owners = [
-            self.manifest.owner(position)
-            for position in self.manifest.microbatch(self.replica, microbatch)
-            for _ in range(self.manifest.samples[position].tiles)
-        ]
-        return [(owner, index) for index, owner in enumerate(owners)]
+        tokens = self.exchange.receive(self.manifest, op.microbatch)
+        self._tokens[op.microbatch] = tokens.requires_grad_(self.wants_token_grads and tokens.numel() > 0)
 
-    def _by_owner(self, microbatch: int) -> list[tuple[int, list[int]]]:
-        """(owner, indices of its tiles) for each owner that has any, in owner order."""
-        found: dict[int, list[int]] = {}
-        for owner, index in self._tiles(microbatch):
-            found.setdefault(owner, []).append(index)
-        return sorted(found.items())
-
-    def recv_tokens(self, microbatch: int) -> None:
-        """Receive image tokens [N*P, D] from their owners, into the order of the images."""
-        assert self.mesh.forward is not None
-        per_tile, width = self.plan.model.vision.tokens_per_tile, token_width(self.plan)
-        owners = self._by_owner(microbatch)
-        tiles = sum(len(indices) for _, indices in owners)
-        tokens = torch.empty((tiles, per_tile, width), dtype=token_dtype(self.plan), device=self.mesh.device)
-        for owner, indices in owners:
-            peer = self.mesh.layout.vision_ranks[owner]
-            rows = self.mesh.forward.recv((len(indices) * per_tile, width), tokens.dtype, peer, "tokens", microbatch)
-            tokens[indices] = rows.view(len(indices), per_tile, width)
-        self._tokens[microbatch] = tokens.flatten(0, 1).requires_grad_(self.wants_token_grads and tiles > 0)
-
-    def recv_forward(self, microbatch: int) -> None:
+    def recv_forward(self, op: Op) -> None:
         """Receive activations [T, D] from the stage before."""
-        assert self.mesh.forward is not None
+        microbatch = op.microbatch
         shape = (self.texts[microbatch].tokens, self.plan.model.language.hidden)
         self._inputs[microbatch] = self.mesh.forward.recv(shape, self.dtype, self.before, "forward", microbatch)
 
@@ -108,8 +87,9 @@ class StageRunner:
         output: Tensor = self.language(self.texts[microbatch], hidden, tokens)
         return output
 
-    def forward(self, microbatch: int) -> None:
+    def forward(self, op: Op) -> None:
         """This stage's blocks; on the last stage the sum of the losses of the microbatch's targets."""
+        microbatch = op.microbatch
         output = self._blocks(microbatch)
         if self.last:
             output = self.language.loss(output, self.texts[microbatch].targets)
@@ -123,26 +103,27 @@ class StageRunner:
         """
         self.texts = {0: text}
         if not self.first:
-            self.recv_forward(0)
+            self.recv_forward(Op("recv_forward", 0))
         self._outputs[0] = self._blocks(0)
         if self.last:
             return self._outputs[0]
-        self.send_forward(0)
+        self.send_forward(Op("send_forward", 0))
         return None
 
-    def send_forward(self, microbatch: int) -> None:
+    def send_forward(self, op: Op) -> None:
         """Send activations to the stage after."""
-        assert self.mesh.forward is not None
+        microbatch = op.microbatch
         self.mesh.forward.send(self._outputs[microbatch].to(self.dtype), self.after, "forward", microbatch)
 
-    def recv_backward(self, microbatch: int) -> None:
+    def recv_backward(self, op: Op) -> None:
         """Receive the gradient of this stage's output."""
-        assert self.mesh.backward is not None
+        microbatch = op.microbatch
         shape = (self.texts[microbatch].tokens, self.plan.model.language.hidden)
         self._grads[microbatch] = self.mesh.backward.recv(shape, self.dtype, self.after, "backward", microbatch)
 
-    def backward(self, microbatch: int) -> None:
+    def backward(self, op: Op) -> None:
         """Backward of a microbatch; a loss is divided by the global count of targets (design, decision 7)."""
+        microbatch = op.microbatch
         output = self._outputs.pop(microbatch)
         if not output.requires_grad:
             return  # a frozen first stage and a microbatch of text alone: nothing before it wants a gradient
@@ -151,22 +132,17 @@ class StageRunner:
         else:
             torch.autograd.backward(output, self._grads.pop(microbatch).to(output.dtype))
 
-    def send_backward(self, microbatch: int) -> None:
+    def send_backward(self, op: Op) -> None:
         """Send the gradient of this stage's input to the stage before."""
-        assert self.mesh.backward is not None
+        microbatch = op.microbatch
         hidden = self._inputs.pop(microbatch)
         grad = hidden.grad if hidden.grad is not None else torch.zeros_like(hidden)
         self.mesh.backward.send(grad, self.before, "backward", microbatch)
 
-    def send_token_grads(self, microbatch: int) -> None:
-        """Send the gradients of image tokens back to the images' owners (tp rank 0 only: they are equal on all)."""
-        tokens = self._tokens.pop(microbatch)
-        if self.mesh.place.tp != 0 or tokens.numel() == 0:
-            return
-        assert self.mesh.backward is not None
-        grad = tokens.grad if tokens.grad is not None else torch.zeros_like(tokens)
-        per_tile = self.plan.model.vision.tokens_per_tile
-        tiles = grad.view(-1, per_tile, grad.shape[-1])
-        for owner, indices in self._by_owner(microbatch):
-            peer = self.mesh.layout.vision_ranks[owner]
-            self.mesh.backward.send(tiles[indices].flatten(0, 1), peer, "token_grads", microbatch)
+    def send_token_grads(self, op: Op) -> None:
+        """Send the gradients of image tokens back to the images' owners."""
+        assert self.manifest is not None
+        tokens = self._tokens.pop(op.microbatch)
+        if tokens.numel():
+            grad = tokens.grad if tokens.grad is not None else torch.zeros_like(tokens)
+            self.exchange.give_back(self.manifest, op.microbatch, grad)

@@ -13,11 +13,12 @@ from torch import Tensor
 from mmlab.data.manifest import StepManifest
 from mmlab.data.packed import PackedText
 from mmlab.errors import RunFailed
-from mmlab.messages import PHASES
+from mmlab.messages import AXES, PHASES
 from mmlab.parallel.gradients import reduce_tied
 from mmlab.parallel.mesh import Mesh
 from mmlab.parallel.pipeline import Handler, forward_ops, run_ops
 from mmlab.parallel.watch import Watch
+from mmlab.plan.ops import Op
 from mmlab.plan.schema import MODULES, Plan
 from mmlab.train.build import EMBEDDING, Built
 from mmlab.train.encoder import EncoderRunner
@@ -26,7 +27,7 @@ from mmlab.train.stage import StageRunner
 
 @dataclass(frozen=True)
 class StepInput:
-    """What a rank needs for a step: `texts[microbatch]` on stage ranks, `pixels[position]` on encoder ranks.
+    """What a rank needs for a step: `texts[microbatch]` on stage ranks, `pixels[position]` on ranks that encode.
 
     `bad` are the positions whose image could not be decoded, agreed by all ranks; their targets are masked.
     """
@@ -44,7 +45,12 @@ class StepInput:
 
 @dataclass
 class StepResult:
-    """What a step gave, equal on every rank. `phases` [world][phase] seconds, empty without telemetry."""
+    """What a step gave, equal on every rank.
+
+    Empty without telemetry: `phases` [world][phase] seconds; `traffic[axis]` bytes that all ranks together handed to
+    communication since the step before reported; `communication[module]` (seconds, exposed): how long the module's
+    gradients were under way and how long of it a rank waited, each on the rank where it was longest.
+    """
 
     loss: float
     targets: int
@@ -54,6 +60,8 @@ class StepResult:
     commands: bool
     next_bad: frozenset[int]
     phases: list[list[float]]
+    traffic: dict[str, int]
+    communication: dict[str, tuple[float, float]]
 
 
 class NotFinite(RunFailed):
@@ -74,11 +82,29 @@ class HybridStep:
 
     def __init__(self, plan: Plan, mesh: Mesh, built: Built, watch: Watch) -> None:
         self.plan, self.mesh, self.built, self.watch = plan, mesh, built, watch
-        self.encoder = EncoderRunner(plan, mesh, built.part) if mesh.place.role == "vision" else None
+        self.encoder = EncoderRunner(plan, mesh, built.part) if mesh.place.vision >= 0 else None
         self.stage = StageRunner(plan, mesh, built.part) if mesh.place.role == "language" else None
-        runner = self.encoder or self.stage
-        assert runner is not None
-        self._handlers: dict[str, Handler] = dict(runner.handlers())
+        self._handlers: dict[str, Handler] = {}
+        for runner in (self.encoder, self.stage):
+            if runner is not None:
+                self._handlers |= runner.handlers()
+        for kind in ("backward", "encode_backward"):
+            if kind in self._handlers:
+                self._handlers[kind] = self._arming(kind, self._handlers[kind])
+
+    def _arming(self, kind: str, handler: Handler) -> Handler:
+        """A handler of backward that tells the reducer before the last op of the step: gradients get complete now."""
+        last = next((op for op in reversed(self.built.ops) if op.kind == kind), None)
+        modules = ("vision", *(["projector"] if self.plan.parallel.projector == "vision" else []))
+        beside = kind == "encode_backward"
+        names = [t.name for t in self.built.trained if (t.module in modules) == beside]
+
+        def handle(op: Op) -> None:
+            if op == last:
+                self.built.reducer.arm(names)
+            handler(op)
+
+        return handle
 
     def _begin(self, batch: StepInput) -> None:
         if self.encoder is not None:
@@ -89,8 +115,7 @@ class HybridStep:
     def flush(self) -> None:
         """Wait until everything sent has left."""
         for link in (self.mesh.forward, self.mesh.backward):
-            if link is not None:
-                link.flush()
+            link.flush()
 
     def train(
         self, plan: Plan, step: int, batch: StepInput, ride: Ride, inspect: Callable[[Built], None] | None = None
@@ -103,20 +128,20 @@ class HybridStep:
         self._begin(batch)
         state: dict[str, StepResult] = {}
 
-        def norm(_: int) -> None:
+        def norm(_: Op) -> None:
             self.flush()
             if inspect is not None:
                 inspect(self.built)
             state["result"] = self._norm(plan, batch, ride)
 
-        def update(_: int) -> None:
+        def update(_: Op) -> None:
             result = state["result"]
             if plan.train.clip_norm:  # torch.nn.utils.clip_grad_norm_'s formula
-                self.built.buckets.scale(min(1.0, plan.train.clip_norm / (result.grad_norm_total + 1e-6)))
-            result.lr = self.built.optimizer.step(plan, step, self.built.buckets.grads)
+                self.built.reducer.scale(min(1.0, plan.train.clip_norm / (result.grad_norm_total + 1e-6)))
+            result.lr = self.built.optimizer.step(plan, step, self.built.reducer.grads)
 
         handlers = self._handlers | {
-            "reduce": lambda _: self._reduce(),
+            "reduce": lambda _: self.built.reducer.finish(),
             "reduce_embedding": lambda _: self._reduce_embedding(),
             "norm": norm,
             "update": update,
@@ -132,13 +157,11 @@ class HybridStep:
             self.flush()
         return float(self.stage.loss_sum) if self.stage is not None and self.mesh.place.tp == 0 else 0.0
 
-    def _reduce(self) -> None:
-        self.built.buckets.collect()
-        self.built.buckets.reduce()
-
     def _reduce_embedding(self) -> None:
-        if self.mesh.embedding is not None and EMBEDDING in self.built.buckets.grads:
-            reduce_tied(self.built.buckets.grads[EMBEDDING], self.mesh.embedding)
+        if self.mesh.embedding is not None and EMBEDDING in self.built.reducer.grads:
+            grad = self.built.reducer.grads[EMBEDDING]
+            self.mesh.traffic.add("embedding", grad)
+            reduce_tied(grad, self.mesh.embedding)
 
     def _norm(self, plan: Plan, batch: StepInput, ride: Ride) -> StepResult:
         """The one reduction over all ranks: norms, loss, waiting commands, the next step's bad images, times."""
@@ -146,12 +169,16 @@ class HybridStep:
         with self.watch.timed("data"):
             for position in ride.next_bad():
                 bad[position] = 1.0
-        norms = self.built.buckets.squared_norms(MODULES)
+        norms = self.built.reducer.squared_norms(MODULES)
         loss = self.stage.loss_sum.view(1) if self.stage and self.mesh.place.tp == 0 else torch.zeros(1).double()
         flag = torch.tensor([float(ride.commands())], dtype=torch.float64)
-        times = torch.zeros((self.mesh.world_size if self.watch.telemetry else 0, len(PHASES)), dtype=torch.float64)
+        columns = len(PHASES) + len(AXES) + 2 * len(MODULES)
+        times = torch.zeros((self.mesh.world_size if self.watch.telemetry else 0, columns), dtype=torch.float64)
         if self.watch.telemetry:
-            times[self.mesh.place.rank] = torch.tensor(self.watch.take_seconds(), dtype=torch.float64)
+            overlap = [self.built.reducer.overlap[m] for m in MODULES]
+            mine = [*self.watch.take_seconds(), *self.mesh.traffic.take()]
+            mine += [o.seconds for o in overlap] + [o.exposed for o in overlap]
+            times[self.mesh.place.rank] = torch.tensor(mine, dtype=torch.float64)
         packed = torch.cat([norms, loss, flag, bad, times.flatten()])
         if self.mesh.control is not None:
             dist.all_reduce(packed, group=self.mesh.control)
@@ -159,6 +186,7 @@ class HybridStep:
         total_loss, commands = packed[len(MODULES) : len(MODULES) + 2].tolist()
         rest = packed[len(MODULES) + 2 :]
         self._check_finite(squares, total_loss)
+        phases, traffic, communication = self._reported(rest[ride.next_size :].view(-1, columns))
         return StepResult(
             loss=total_loss / max(1, batch.targets),
             targets=batch.targets,
@@ -167,8 +195,20 @@ class HybridStep:
             lr={},
             commands=commands > 0,
             next_bad=frozenset(rest[: ride.next_size].nonzero().flatten().tolist()),
-            phases=rest[ride.next_size :].view(-1, len(PHASES)).tolist(),
+            phases=phases,
+            traffic=traffic,
+            communication=communication,
         )
+
+    @staticmethod
+    def _reported(rows: Tensor) -> tuple[list[list[float]], dict[str, int], dict[str, tuple[float, float]]]:
+        """Phases, traffic and communication from the ranks' rows; empty without telemetry."""
+        if not rows.shape[0]:
+            return [], {}, {}
+        phases, traffic, seconds, exposed = rows.split((len(PHASES), len(AXES), len(MODULES), len(MODULES)), dim=1)
+        sums = {axis: int(b) for axis, b in zip(AXES, traffic.sum(0).tolist(), strict=True) if b}
+        longest = zip(MODULES, seconds.amax(0).tolist(), exposed.amax(0).tolist(), strict=True)
+        return phases.tolist(), sums, {m: (s, e) for m, s, e in longest if s}
 
     @staticmethod
     def _check_finite(squares: list[float], loss: float) -> None:

@@ -14,7 +14,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from mmlab.data.pipeline import DataSource
 from mmlab.parallel.gradients import local_tensor
@@ -32,20 +33,20 @@ TINY = 1e-8
 
 @dataclass
 class Shards:
-    """One rank's tensors of every step. `cuts[name]` is (dim, offset) of a shard, None for a whole tensor."""
+    """One rank's tensors of every step. `cuts[name]`: where its part of a tensor begins in each dim,
+    None for all of it."""
 
-    replica: tuple[int, ...]
     losses: list[float] = field(default_factory=list)
-    cuts: dict[str, tuple[int, int] | None] = field(default_factory=dict)
+    cuts: dict[str, tuple[int, ...] | None] = field(default_factory=dict)
     grads: list[dict[str, Tensor]] = field(default_factory=list)
     params: list[dict[str, Tensor]] = field(default_factory=list)
 
 
-def _cut(param: Tensor, tp: int) -> tuple[int, int] | None:
+def _cut(param: Tensor) -> tuple[int, ...] | None:
     if not isinstance(param, DTensor):
         return None
-    dims = [placement.dim for placement in param.placements if isinstance(placement, Shard)]
-    return (dims[0], tp * local_tensor(param).shape[dims[0]]) if dims else None
+    _, offsets = compute_local_shape_and_global_offset(param.shape, param.device_mesh, param.placements)
+    return tuple(offsets)
 
 
 def run_ranks(rank: int, world: int, host: str, port: int, plan_text: str, steps: int, folder: str) -> None:
@@ -56,13 +57,10 @@ def run_ranks(rank: int, world: int, host: str, port: int, plan_text: str, steps
     built = build(plan, mesh)
     feed = Feed(plan, mesh, DataSource(plan))
     runner = HybridStep(plan, mesh, built, Watch(telemetry=False))
-    place = mesh.place
-    shards = Shards((int(place.role == "language"), place.vision, place.dp, place.pp))
-    for name, param in built.part.named_parameters():
-        shards.cuts[name] = _cut(param, place.tp)
+    shards = Shards(cuts={name: _cut(param) for name, param in built.part.named_parameters()})
 
     def inspect(live: Built) -> None:
-        shards.grads.append({name: grad.clone() for name, grad in live.buckets.grads.items()})
+        shards.grads.append({name: grad.clone() for name, grad in live.reducer.grads.items()})
 
     try:
         feed.reset(feed.cursors, 0)
@@ -100,28 +98,30 @@ def _norm(tensors: list[Tensor]) -> float:
 
 
 def _largest(found: list[Shards], plain: dict[str, Tensor], kind: str, step: int) -> tuple[float, str]:
-    """Largest ||a - b|| / ||b|| over tensors and replicas; NaN anywhere counts as infinite."""
+    """Largest ||a - b|| / ||b|| over tensors; NaN anywhere counts as infinite. Of several ranks with the same part of a
+    tensor the one that is furthest off counts; a tensor of which a part is on no rank is infinitely wrong."""
     floor = _norm(list(plain.values()))
-    squares: dict[tuple[Any, str], float] = defaultdict(float)
-    seen: set[str] = set()
+    squares: dict[str, dict[tuple[int, ...], float]] = defaultdict(lambda: defaultdict(float))
+    sizes: dict[str, dict[tuple[int, ...], int]] = defaultdict(dict)
     for shards in found:
         for name, value in getattr(shards, kind)[step].items():
-            want, cut = plain[name], shards.cuts[name]
-            if cut is not None:
-                want = want.narrow(cut[0], cut[1], value.shape[cut[0]])
+            want = plain[name]
+            offsets = shards.cuts[name] or (0,) * want.dim()
+            for dim, offset in enumerate(offsets):
+                want = want.narrow(dim, offset if value.numel() else 0, value.shape[dim])
             square = float((value.double() - want.double()).square().sum())
-            key = (shards.replica, name)
-            squares[key] = squares[key] + square if cut is not None else max(squares[key], square)
-            seen.add(name)
-    missing = plain.keys() - seen
-    if missing:
-        return math.inf, f"{min(missing)} (on no rank)"
+            square = math.inf if math.isnan(square) else square
+            squares[name][offsets] = max(squares[name][offsets], square)
+            sizes[name][offsets] = max(sizes[name].get(offsets, 0), value.numel())
+    lost = [name for name, tensor in plain.items() if sum(sizes[name].values()) != tensor.numel()]
+    if lost:
+        return math.inf, f"{min(lost)} (not whole on the ranks together)"
     worst, where = 0.0, ""
-    for (_, name), square in squares.items():
+    for name, parts in squares.items():
         own = _norm([plain[name]])
         scale = own if own > TINY * floor else floor
-        error = math.sqrt(square) / scale if scale > 0 else (0.0 if square == 0 else math.inf)
-        error = math.inf if math.isnan(error) else error
+        total = sum(parts.values())
+        error = math.sqrt(total) / scale if scale > 0 else (0.0 if total == 0 else math.inf)
         if error > worst:
             worst, where = error, name
     return worst, where
@@ -151,7 +151,7 @@ def compare_plain(rank: int, world: int, host: str, port: int, folder: str, refe
     records = [StepRecord(**value) for value in torch.load(Path(folder) / "plain.pt", weights_only=True)]
     other = [StepRecord(**value) for value in torch.load(Path(reference) / "plain.pt", weights_only=True)]
     grad, grad_at = 0.0, ""
-    whole = Shards((0,), [], dict.fromkeys(records[0].params), [r.grads for r in records], [r.params for r in records])
+    whole = Shards([], dict.fromkeys(records[0].params), [r.grads for r in records], [r.params for r in records])
     for step in range(min(len(records), len(other))):
         error, where = _largest([whole], other[step].grads, "grads", step)
         if error > grad:

@@ -13,6 +13,7 @@ from typing import Any
 from mmlab.errors import MmlabError
 from mmlab.messages import ENDED, Event, write_atomic
 from mmlab.plan.schedule import measured_svg
+from mmlab.tracking import traffic
 from mmlab.ui import svg
 from mmlab.ui.feed import Feed
 from mmlab.ui.picture import BLUE, ORANGE, PALE
@@ -47,6 +48,7 @@ def render(feed: Feed) -> str:
         _held_out(feed),
         _pictures(feed),
         _phases(feed),
+        _traffic(feed),
         _schedule(feed),
         _section("Placement of ranks", f'<div class="wide">{feed.plan.layout().svg()}</div>'),
         _commands(feed),
@@ -183,6 +185,17 @@ def _phases(feed: Feed) -> str:
     return _section(
         "Time per phase for each rank", f'<div class="wide">{svg.phase_chart(phases, feed.roles())}</div>', note
     )
+
+
+def _traffic(feed: Feed) -> str:
+    table = feed.record.traffic()
+    if not table.rows:
+        return ""
+    note = (
+        f"Mean of the last {table.steps} steps, all ranks together. Under way: how long gradients were being reduced, "
+        "on the slowest rank; waited: how much of it backward did not hide."
+    )
+    return _section("Communication", _table(traffic.HEADER, table.cells), note)
 
 
 def _schedule(feed: Feed) -> str:

@@ -8,12 +8,15 @@ from hypothesis import strategies as st
 from mmlab.data.manifest import Split, StepManifest
 from mmlab.data.pipeline import DataSource
 
-splits = st.builds(Split, st.integers(1, 4), st.integers(1, 4), st.integers(1, 5))
+splits = st.builds(Split, st.integers(1, 4), st.integers(1, 4), st.integers(1, 5), together=st.integers(1, 4))
+local_splits = st.builds(
+    lambda dp, m, ranks: Split(dp, m, dp * ranks, local=True), st.integers(1, 4), st.integers(1, 4), st.integers(1, 4)
+)
 
 
 @st.composite
-def manifests(draw):
-    split = draw(splits)
+def manifests(draw, among=splits):
+    split = draw(among)
     size = draw(st.integers(1, 4)) * split.dp * split.microbatches
     return manifest_of(draw(st.lists(st.integers(0, 6), min_size=size, max_size=size)), split)
 
@@ -34,15 +37,28 @@ def test_microbatches_are_the_batch_in_order(manifest):
 @given(manifests())
 def test_every_image_has_one_owner_and_owners_are_balanced(manifest):
     split = manifest.split
-    for m in range(split.microbatches):
-        positions = [i for d in range(split.dp) for i in manifest.microbatch(d, m)]
-        owned = [manifest.owned(owner, m) for owner in range(split.owners)]
+    for first in range(0, split.microbatches, split.together):
+        group = range(first, min(first + split.together, split.microbatches))
+        positions = [i for m in group for d in range(split.dp) for i in manifest.microbatch(d, m)]
+        owned = [[i for m in group for i in manifest.owned(owner, m)] for owner in range(split.owners)]
         assert sorted(i for part in owned for i in part) == sorted(i for i in positions if manifest.samples[i].tiles)
         loads = [sum(manifest.samples[i].tiles for i in part) for part in owned]
         # Greedy balancing never leaves two owners further apart than the largest sample.
         assert max(loads) - min(loads) <= max((manifest.samples[i].tiles for i in positions), default=0)
     assert all((manifest.owner(i) == -1) == (sample.tiles == 0) for i, sample in enumerate(manifest.samples))
     assert all(manifest.owner(i) == o for o in range(split.owners) for i in manifest.owned(o))
+
+
+@given(manifests(local_splits))
+def test_local_owners_take_the_images_of_their_own_replica_in_equal_parts(manifest):
+    split = manifest.split
+    for d, m in ((d, m) for d in range(split.dp) for m in range(split.microbatches)):
+        positions = [i for i in manifest.microbatch(d, m) if manifest.samples[i].tiles]
+        assert all(manifest.owner(i) in split.owners_of(d) for i in positions)
+        loads = [sum(manifest.samples[i].tiles for i in manifest.owned(owner, m)) for owner in split.owners_of(d)]
+        assert max(loads) - min(loads) <= max((manifest.samples[i].tiles for i in positions), default=0)
+    alone = manifest_of([sample.tiles for sample in manifest.samples], split.one_replica())
+    assert {alone.owner(i) for i in range(len(alone.samples))} <= {-1, *split.owners_of(0)}
 
 
 def test_single_images_are_spread_over_the_step_too():
@@ -65,7 +81,9 @@ def test_split_of_a_plan():
     plan = small_plan("x", parallel={"vision": "own_ranks", "vision_dp": 3, "dp": 2, "microbatches": 2})
     assert Split.of(plan) == Split(2, 2, 3)
     merged = small_plan("x", parallel={"vision": "first_stage", "vision_dp": 0, "dp": 2, "pp": 2})
-    assert Split.of(merged) == Split(2, 1, 2)
+    assert Split.of(merged) == Split(2, 1, 2, local=True)
+    spread = {"vision": "all_ranks", "vision_dp": 0, "dp": 2, "pp": 2, "tp": 2, "microbatches": 4, "encoder_batch": 2}
+    assert Split.of(small_plan("x", parallel=spread)) == Split(2, 4, 8, together=2)
 
 
 @pytest.mark.parametrize("split", [Split(2, 1, 1), Split(1, 2, 3), Split(2, 2, 2), Split(4, 1, 4)])

@@ -8,9 +8,13 @@ from mmlab.plan import Plan
 @st.composite
 def plans(draw: st.DrawFn) -> Plan:
     dp, pp, m = draw(st.integers(1, 3)), draw(st.integers(1, 4)), draw(st.integers(1, 6))
+    placement = draw(st.sampled_from(("own_ranks", "own_ranks", "first_stage", "all_ranks")))
     return Plan().with_(
         {
-            "parallel.vision_dp": draw(st.integers(1, 3)),
+            "parallel.vision": placement,
+            "parallel.vision_dp": draw(st.integers(1, 3)) if placement == "own_ranks" else 0,
+            "parallel.encoder_batch": draw(st.integers(1, m)),
+            "parallel.transfer": draw(st.sampled_from(("p2p", "all_gather"))),
             "parallel.dp": dp,
             "parallel.tp": draw(st.sampled_from((1, 2, 4))),
             "parallel.pp": pp,

@@ -12,7 +12,9 @@ def test_every_rank_has_one_place_and_every_place_one_rank(plan):
     layout, p = Layout(plan), plan.parallel
     assert layout.world_size == plan.world_size
     assert [place.rank for place in layout.places] == list(range(plan.world_size))
-    assert [layout.place(rank).vision for rank in layout.vision_ranks] == list(range(p.vision_dp))
+    encoders = {"own_ranks": p.vision_dp, "first_stage": p.dp * p.cp * p.tp, "all_ranks": plan.world_size}[p.vision]
+    assert [layout.place(rank).vision for rank in layout.vision_ranks] == list(range(encoders))
+    assert sum(place.vision >= 0 for place in layout.places) == encoders
     seen = set()
     for pp, dp, cp, tp in itertools.product(range(p.pp), range(p.dp), range(p.cp), range(p.tp)):
         rank = layout.rank_of(pp=pp, dp=dp, cp=cp, tp=tp)
@@ -20,7 +22,9 @@ def test_every_rank_has_one_place_and_every_place_one_rank(plan):
         assert (place.role, place.pp, place.dp, place.cp, place.tp) == ("language", pp, dp, cp, tp)
         assert rank in layout.stage_ranks(pp)
         seen.add(rank)
-    assert seen == set(range(plan.world_size)) - set(layout.vision_ranks)
+    assert seen == set(range(p.vision_dp, plan.world_size))
+    replicas = [layout.token_ranks(dp) for dp in range(p.dp)]
+    assert sorted(itertools.chain(*replicas)) == layout.stage_ranks(0)
     assert len({place.label for place in layout.places}) == plan.world_size
 
 
@@ -46,7 +50,7 @@ def test_nodes_hold_what_fits_and_never_split_a_tensor_group(plan):
     assert all(len(ranks) <= (room or plan.world_size) for ranks in layout.nodes)
     for group in layout.tp_groups:
         assert len({layout.place(rank).node for rank in group}) == 1
-    beside = [*layout.vision_ranks, *layout.tp_groups[0]]
+    beside = [*range(layout.first), *layout.tp_groups[0]]
     assert {layout.place(rank).node for rank in beside} == {0}
 
 

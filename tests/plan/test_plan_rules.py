@@ -10,7 +10,9 @@ from rich.console import Console
 
 from mmlab.errors import LabError, PlanError
 from mmlab.plan import Fix, Plan, Problem, Problems, check_platform, known_keys
-from mmlab.plan.rules import AVAILABLE, RULES, divisor
+from mmlab.plan.rules import RULES
+from mmlab.plan.rules.availability import AVAILABLE
+from mmlab.plan.rules.common import divisor
 
 BROKEN = sorted((Path(__file__).parent.parent / "plans" / "broken").glob("*.toml"))
 

@@ -15,23 +15,26 @@ def expected(plan, place) -> set[tuple[str, int]]:
     p, t = plan.parallel, plan.train
     beside = p.projector == "vision"
     tokens_train = not t.vision.frozen or (beside and not t.projector.frozen)
-    kinds, once = set(), {"norm", "update"}
-    if place.role == "vision":
-        kinds |= {"encode", "send_tokens"} | ({"recv_token_grads", "encode_backward"} if tokens_train else set())
+    kinds, heads, once, trains = set(), set(), {"norm", "update"}, False
+    if place.vision >= 0:
+        heads |= {"encode"} | ({"encode_backward"} if tokens_train else set())
+        kinds |= {"send_tokens"} | ({"recv_token_grads"} if tokens_train else set())
         trains = tokens_train
-    else:
+    if place.role == "language":
         first, last = place.pp == 0, place.pp == p.pp - 1
         before = tokens_train or (not beside and not t.projector.frozen) or not t.language.frozen
         kinds |= {"forward", "recv_tokens" if first else "recv_forward"} | (set() if last else {"send_forward"})
         if before:
             kinds |= {"backward"} | (set() if last else {"recv_backward"}) | (set() if first else {"send_backward"})
-        if first and tokens_train and place.tp == 0:
+        if first and tokens_train and (place.tp == 0 or place.vision >= 0 or p.transfer == "all_gather"):
             kinds |= {"send_token_grads"}
-        trains = not t.language.frozen or (first and not beside and not t.projector.frozen)
+        trains = trains or not t.language.frozen or (first and not beside and not t.projector.frozen)
         if p.pp > 1 and (first or last) and plan.model.language.tied_embeddings and not t.language.frozen:
             once |= {"reduce_embedding"}
     once |= {"reduce"} if trains else set()
-    return {(kind, i) for kind in kinds for i in range(p.microbatches)} | {(kind, -1) for kind in once}
+    each = {(kind, i) for kind in kinds for i in range(p.microbatches)}
+    each |= {(kind, i) for kind in heads for i in range(0, p.microbatches, p.encoder_batch)}
+    return each | {(kind, -1) for kind in once}
 
 
 @given(plans())
@@ -72,7 +75,8 @@ def test_no_schedule_deadlocks_and_data_arrives_before_it_is_used(plan):
             starts[rank, op.kind, op.microbatch], ends[rank, op.kind, op.microbatch] = start, end
     for i in range(plan.parallel.microbatches):
         for pipe in layout.pipelines:
-            assert all(starts[pipe[0], "forward", i] >= ends[v, "encode", i] for v in layout.vision_ranks)
+            for v in layout.encoders_of(layout.place(pipe[0]).dp):
+                assert starts[pipe[0], "forward", i] >= ends[v, "encode", i - i % plan.parallel.encoder_batch]
             if needs_backward(plan, 0):
                 assert all(starts[rank, "backward", i] >= ends[rank, "forward", i] for rank in pipe)
             for before, after in pairwise(pipe):
@@ -80,8 +84,11 @@ def test_no_schedule_deadlocks_and_data_arrives_before_it_is_used(plan):
                 if needs_backward(plan, plan.parallel.pp - 1):
                     assert starts[before, "backward", i] >= ends[after, "backward", i]
         if tokens_need_grad(plan):
-            done = max(ends[layout.rank_of(pp=0, dp=d), "backward", i] for d in range(plan.parallel.dp))
-            assert all(starts[v, "encode_backward", i] >= done for v in layout.vision_ranks)
+            for v in layout.vision_ranks:
+                at = layout.place(v)
+                replicas = [at.dp] if plan.parallel.vision == "first_stage" else range(plan.parallel.dp)
+                done = max(ends[layout.rank_of(pp=0, dp=d), "backward", i] for d in replicas)
+                assert starts[v, "encode_backward", i - i % plan.parallel.encoder_batch] >= done
 
 
 @pytest.mark.parametrize("name", ["gpipe", "1f1b"])
@@ -143,8 +150,6 @@ def test_frozen_parts_cost_less():
 def test_schedules_of_later_versions_are_refused():
     with pytest.raises(PlanError, match=r"parallel\.schedule"):
         Plan().with_("parallel.schedule=zb_v").schedule()
-    with pytest.raises(PlanError, match=r"parallel\.vision"):
-        Plan().with_("parallel.vision=all_ranks", "parallel.vision_dp=0").schedule()
 
 
 def test_a_measured_step_is_set_against_the_earliest_rank():

@@ -1,39 +1,29 @@
 """Sharded equals plain, in float64 to 1e-9 per tensor: every layout has the loss and gradients of one process."""
 
+from pathlib import Path
+
 import pytest
 
 from mmlab.cluster.verify import in_precision, verify
 from mmlab.errors import MmlabError
 from mmlab.plan import Plan
 
-PLANS = {
-    "quickstart: six ranks": ("quickstart",),
-    "shared memory": ("quickstart", "cluster.collectives=shm"),
-    "tensor parallel": ("laptop", "parallel.pp=1", "parallel.tp=2"),
-    "pipeline": ("laptop",),
-    "data parallel": ("laptop", "parallel.pp=1", "parallel.dp=2"),
-    "encoder data parallel": ("laptop", "parallel.pp=1", "parallel.vision_dp=2", "parallel.microbatches=4"),
-    "projector only": ("laptop", "train.vision.frozen=true", "train.language.frozen=true"),
-    "language only": ("laptop", "train.vision.frozen=true", "train.projector.frozen=true"),
-    "projector on the first stage": ("laptop", "parallel.projector=first_stage", "parallel.tp=2", "parallel.pp=1"),
-    "untied, grouped, biased, recomputed": (
-        "laptop", "model.language.tied_embeddings=false", "model.language.kv_heads=2",
-        "model.language.attention_bias=true", "train.activation_checkpointing=true", "train.language.weight_decay=0.1",
-    ),
-}  # fmt: skip
-SLOW = {
-    "gpipe, four stages": ("laptop", "parallel.pp=4", "parallel.schedule=gpipe", "parallel.microbatches=4"),
-    "tensor parallel 4": ("laptop", "parallel.pp=1", "parallel.tp=4", "parallel.vision_dp=3"),
-    "dp 2, pp 2, tp 2": ("quickstart", "parallel.dp=2", "parallel.vision_dp=1"),
-    "projector only on the first stage": (
-        "laptop", "parallel.projector=first_stage", "train.vision.frozen=true", "train.language.frozen=true",
-    ),
-    "clip encoder": ("laptop", "model.vision.family=clip"),
-}  # fmt: skip
+PLANS = sorted((Path(__file__).parents[1] / "plans").glob("*.toml"))
+"""One layout each; the first line says what it covers, the second the tier, a third may name the data."""
+
+
+def said(path, key, default=""):
+    """What a plan's comments say about a key ("# tier: quick")."""
+    lines = [line for line in path.read_text().splitlines() if line.startswith(f"# {key}: ")]
+    return lines[0].split(": ", 1)[1] if lines else default
+
+
+def of_tier(tier):
+    return [pytest.param(path, id=path.stem) for path in PLANS if said(path, "tier") == tier]
 
 
 def check(pool, data, name, *changes):
-    plan = Plan.load(name).with_({"data.path": str(data), "data.held_out": ""}, *changes)
+    plan = Plan.load(str(name)).with_({"data.path": str(data), "data.held_out": ""}, *changes)
     result = verify(plan, pool=pool)
     assert result["max_rel_loss"] <= 1e-9
     assert result["max_rel_grad"] <= 1e-9, result["worst"]
@@ -42,26 +32,37 @@ def check(pool, data, name, *changes):
     assert result["losses"][-1] != result["losses"][0]  # something was trained
 
 
-@pytest.mark.parametrize("case", PLANS)
-def test_layout_equals_one_process(pool, shards, case):
-    check(pool, shards, *PLANS[case])
+def check_plan(pool, shards, text_shards, path):
+    check(pool, {"mixed": shards, "text": text_shards}[said(path, "data", "mixed")], path)
+
+
+@pytest.mark.parametrize("path", of_tier("quick"))
+def test_layout_equals_one_process(pool, shards, text_shards, path):
+    check_plan(pool, shards, text_shards, path)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("path", of_tier("slow"))
+def test_more_layouts_equal_one_process(pool, shards, text_shards, path):
+    check_plan(pool, shards, text_shards, path)
+
+
+def test_every_plan_says_what_it_covers_and_passes_the_rules():
+    assert len(of_tier("quick")) + len(of_tier("slow")) == len(PLANS)
+    for path in PLANS:
+        first = path.read_text().splitlines()[0]
+        assert first.startswith("# "), path.name
+        assert not first.startswith("# tier"), path.name
+        plan = Plan.load(str(path))
+        assert plan.name == path.stem
+        assert list(plan.check()) == [], path.name
+        assert plan.world_size <= 8
 
 
 def test_steps_of_text_alone(pool, text_shards):
     """Encoder gradients are zero; weight decay applies on the encoder as it does on one process."""
     check(pool, text_shards, "laptop", "train.vision.weight_decay=0.1")
-
-
-def test_bf16_errs_no_more_than_plain_bf16(pool, shards):
-    formats = [f"precision.{module}=bf16" for module in ("vision", "projector", "language")]
-    check(pool, shards, "laptop", *formats)
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(300)
-@pytest.mark.parametrize("case", SLOW)
-def test_more_layouts_equal_one_process(pool, shards, case):
-    check(pool, shards, *SLOW[case])
 
 
 def test_another_learning_rate_on_one_side_is_found(pool, shards, tmp_path):

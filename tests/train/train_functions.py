@@ -4,7 +4,18 @@ import os
 import signal
 import time
 
+import torch
+import torch.distributed as dist
+
+from mmlab.data.pipeline import DataSource
+from mmlab.parallel.mesh import build_mesh, close_mesh
+from mmlab.parallel.watch import Watch
+from mmlab.plan import Plan
+from mmlab.plan.schema import MODULES
+from mmlab.train.build import build
+from mmlab.train.feed import Feed
 from mmlab.train.job import Job
+from mmlab.train.step import HybridStep, Ride
 from mmlab.train.worker import run_worker
 
 
@@ -29,3 +40,31 @@ def fail_at(kind, rank, step, phase):
 def run(rank, world, host, port, run_dir, generation=1, restore=None, fault=None):
     job = Job(run_dir, rank, world, host, port, generation, restore)
     return run_worker(job, fail_at(*fault) if fault else None)
+
+
+def step_results(rank, world, host, port, plan_text, steps):
+    """What each step of a plan reports, and the elements of each module that trains, on all ranks together."""
+    plan = Plan.loads(plan_text)
+    store = dist.TCPStore(host, port, is_master=False)
+    mesh = build_mesh(plan, plan.layout(), rank, store, torch.device("cpu"))
+    built = build(plan, mesh)
+    feed = Feed(plan, mesh, DataSource(plan))
+    runner = HybridStep(plan, mesh, built, Watch())
+    sizes = dict.fromkeys(MODULES, 0)
+    for t in built.trained:
+        sizes[t.module] += t.value.numel()
+    total = torch.tensor([float(sizes[m]) for m in MODULES])
+    results = []
+    try:
+        feed.reset(feed.cursors, 0)
+        for step in range(1, steps + 1):
+            batch = feed.batch()
+            result = runner.train(plan, step, batch, Ride(next_bad=feed.next_bad, next_size=plan.data.global_batch))
+            feed.agree(result.next_bad)
+            results.append({"traffic": result.traffic, "communication": result.communication})
+        dist.all_reduce(total, group=mesh.control)
+        results[-1]["elements"] = dict(zip(MODULES, total.tolist(), strict=True))
+    finally:
+        feed.close()
+        close_mesh(mesh)
+    return results

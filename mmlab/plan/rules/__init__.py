@@ -1,0 +1,39 @@
+"""What a plan must satisfy: one small function a rule, each yielding problems with field, message and fix.
+
+To add a rule, write a function that takes a plan and yields problems, and put it into RULES.
+"""
+
+from __future__ import annotations
+
+from mmlab.plan.problems import Problem
+from mmlab.plan.rules import availability, general, layout, model
+from mmlab.plan.rules.common import Rule, check_platform
+from mmlab.plan.rules.engines import engine_count
+from mmlab.plan.schema import Plan
+
+__all__ = ["RULES", "check_platform", "find_problems"]
+
+RULES: tuple[Rule, ...] = (
+    availability.available,
+    general.name,
+    layout.vision_group,
+    layout.vision_batch,
+    model.image_patches,
+    model.vision_heads,
+    model.language_heads,
+    layout.tensor_split,
+    layout.stages,
+    general.batch,
+    general.sequence,
+    layout.tensor_group_on_node,
+    layout.encoder_beside_first_stage,
+    general.something_trains,
+    general.lanes,
+)
+"""All rules, in the order in which their problems are shown."""
+
+
+def find_problems(plan: Plan, engines: int | None = None) -> list[Problem]:
+    """All problems of a plan; with `engines`, also whether that many are enough."""
+    problems = [problem for rule in RULES for problem in rule(plan)]
+    return problems + (list(engine_count(plan, engines)) if engines is not None else [])

@@ -1,0 +1,129 @@
+"""What a run's ranks say to each other: groups, bytes a step as counted, time under way and time waited for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from html import escape
+from typing import Any
+
+from mmlab.messages import AXES
+from mmlab.plan.layout import Layout
+from mmlab.plan.schema import MODULES
+
+PURPOSE = {
+    "tp": "tensor parallel: partial results of the layers",
+    "cp": "context parallel: keys, values and their gradients",
+    "pp": "activations between stages and their gradients",
+    "tokens": "image tokens to the first stage and their gradients",
+    "vision": "gradients of the encoder",
+    "projector": "gradients of the projector",
+    "language": "gradients of the language model",
+    "sharding": "sharded parameters and their gradients",
+    "embedding": "gradient of the table that first and last stage share",
+}
+"""What each axis of `mmlab.messages.AXES` is for, in words."""
+WINDOW = 20
+"""Last steps over which bytes and seconds are averaged."""
+
+
+@dataclass(frozen=True)
+class AxisTraffic:
+    """One axis of a run's communication, mean of its last steps."""
+
+    axis: str
+    groups: list[list[int]]
+    """Ranks that talk to each other."""
+    bytes: float
+    """Payload of all ranks together, bytes a step: what is sent point to point or handed to collectives."""
+    seconds: float | None
+    """How long gradients were under way, seconds a step (on the rank where it was longest); None where not timed."""
+    exposed: float | None
+    """How long of it the rank waited."""
+
+
+def groups_of(layout: Layout, axis: str) -> list[list[int]]:
+    """The ranks that talk to each other on an axis; groups of one are left out."""
+    beside = layout.plan.parallel.projector == "vision"
+    first_stage = [rank for rank in layout.stage_ranks(0) if rank not in layout.vision_ranks]
+    groups = {
+        "tp": layout.tp_groups,
+        "cp": layout.cp_groups,
+        "pp": layout.pipelines,
+        "tokens": [sorted({*layout.vision_ranks, *first_stage})],
+        "vision": [layout.vision_group],
+        "projector": [layout.vision_group] if beside else layout.dp_groups,
+        "language": layout.dp_groups,
+        "sharding": layout.dp_groups,
+        "embedding": layout.embedding_groups,
+    }
+    return [group for group in groups[axis] if len(group) > 1]
+
+
+class TrafficTable:
+    """The communication of a run by axis; shows as a table. `rows` hold the numbers."""
+
+    def __init__(self, layout: Layout, steps: Iterable[Mapping[str, Any]]) -> None:
+        counted = [step for step in steps if "traffic" in step][-WINDOW:]
+        self.steps = len(counted)
+        self.rows = [self._row(layout, axis, counted) for axis in AXES if any(axis in s["traffic"] for s in counted)]
+
+    @staticmethod
+    def _row(layout: Layout, axis: str, steps: list[Mapping[str, Any]]) -> AxisTraffic:
+        mean = sum(step["traffic"].get(axis, 0) for step in steps) / len(steps)
+        timed = [step["communication"][axis] for step in steps if axis in step.get("communication", {})]
+        seconds = exposed = None
+        if axis in MODULES and timed:
+            seconds = sum(t["seconds"] for t in timed) / len(timed)
+            exposed = sum(t["exposed"] for t in timed) / len(timed)
+        return AxisTraffic(axis, groups_of(layout, axis), mean, seconds, exposed)
+
+    @property
+    def cells(self) -> list[tuple[str, ...]]:
+        """Axis, purpose, groups, bytes a step, under way, waited: as shown."""
+        return [
+            (row.axis, PURPOSE[row.axis], _groups(row.groups), _size(row.bytes), _time(row.seconds), _time(row.exposed))
+            for row in self.rows
+        ]
+
+    def __str__(self) -> str:
+        if not self.rows:
+            return "nothing was counted: no step has ended yet, or tracking.telemetry is off"
+        table = [HEADER, *self.cells]
+        widths = [max(len(row[i]) for row in table) for i in range(len(HEADER))]
+        lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in table]
+        return "\n".join(line.rstrip() for line in lines)
+
+    def __repr__(self) -> str:
+        return str(self)
+
+    def html(self) -> str:
+        """The table as HTML; a sentence where nothing was counted."""
+        if not self.rows:
+            return f"<p>{escape(str(self))}</p>"
+        head = "".join(f"<th>{escape(name)}</th>" for name in HEADER)
+        body = "".join("<tr>" + "".join(f"<td>{escape(c)}</td>" for c in row) + "</tr>" for row in self.cells)
+        return f'<table class="traffic"><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>'
+
+    def _repr_mimebundle_(self, **_: Any) -> dict[str, str]:
+        return {"text/plain": str(self), "text/html": self.html()}
+
+
+HEADER = ("axis", "what for", "ranks", "a step", "under way", "waited")
+"""Columns of the table."""
+
+
+def _groups(groups: list[list[int]]) -> str:
+    shown = " ".join("{" + ",".join(map(str, group)) + "}" for group in groups[:4])
+    return shown + (f" and {len(groups) - 4} more" if len(groups) > 4 else "")
+
+
+def _size(count: float) -> str:
+    for unit, size in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if count >= size:
+            return f"{count / size:.3g} {unit}"
+    return f"{count:.0f} B"
+
+
+def _time(seconds: float | None) -> str:
+    return "" if seconds is None else f"{seconds * 1000:.2f} ms"

@@ -1,0 +1,82 @@
+"""Bytes are counted where they are handed over, and equal what the layout says must be sent."""
+
+import pytest
+from live import LiveRun
+from typer.testing import CliRunner
+
+from mmlab.cli import build_app
+from mmlab.data.pipeline import DataSource
+from mmlab.messages.runs import create_run
+from mmlab.plan import Plan
+from mmlab.tracking.record import RunRecord
+
+FP32 = 4
+
+
+def counted(pool, plan):
+    pool.grow(plan.world_size)
+    return pool.run("train_functions:step_results", plan.dumps(), 2, ranks=plan.world_size)[0]
+
+
+def formulas(plan, manifest):
+    """Bytes of a step by axis. A decoder block costs two all-reduces forward and two backward (Megatron-LM)."""
+    p, c = plan.parallel, plan.model.language
+    source = DataSource(plan)
+    hidden = heads = 0
+    for m in range(p.microbatches):
+        for dp in range(p.dp):
+            text = source.text(manifest, manifest.microbatch(dp, m), frozenset())
+            targets = int((text.targets != -100).sum())
+            hidden += text.tokens
+            heads += targets * (c.hidden + p.tp + 1)  # gradient of the normed rows; log-sum-exps and target logits
+    source.close()
+    tokens = manifest.tiles * plan.model.vision.tokens_per_tile
+    row = c.hidden * FP32
+    block = 4 * hidden * row
+    return {
+        "tp": p.tp * (c.layers * block + hidden * row + heads * FP32) if p.tp > 1 else 0,
+        "pp": 2 * (p.pp - 1) * p.tp * hidden * row,
+        "tokens": tokens * row * (p.tp + 1),
+    }
+
+
+@pytest.mark.parametrize(
+    "changes", [("parallel.vision_dp=2", "parallel.tp=2", "parallel.pp=2"), ("parallel.dp=2", "parallel.pp=2")]
+)
+def test_counted_bytes_equal_the_formulas(pool, shards, changes):
+    plan = Plan.load("laptop").with_(
+        {"data.path": str(shards), "data.held_out": ""}, "parallel.microbatches=2", *changes
+    )
+    source = DataSource(plan)
+    cursors = source.start()
+    for step, result in enumerate(counted(pool, plan), start=1):
+        manifest, cursors = source.manifest(step, cursors)
+        found = result["traffic"]
+        for axis, wanted in formulas(plan, manifest).items():
+            assert found.get(axis, 0) == wanted, axis
+    source.close()
+    p, elements = plan.parallel, result["elements"]  # of all ranks: what each hands to the sum over its replicas
+    assert found.get("vision", 0) == (elements["vision"] * FP32 if p.vision_dp > 1 else 0)
+    assert found.get("projector", 0) == (elements["projector"] * FP32 if p.vision_dp > 1 else 0)
+    assert found.get("language", 0) == (elements["language"] * FP32 if p.dp > 1 else 0)
+    assert found.get("embedding", 0) == 2 * p.dp * plan.model.language.vocab_size * plan.model.language.hidden * FP32
+    reduced = {m for m, ranks in (("vision", p.vision_dp), ("projector", p.vision_dp), ("language", p.dp)) if ranks > 1}
+    assert set(result["communication"]) == reduced
+    assert all(seconds > 0 and exposed >= 0 for seconds, exposed in result["communication"].values())
+
+
+def test_a_run_shows_its_traffic(pool, shards, tmp_path):
+    plan = Plan.load("laptop").with_({"data.path": str(shards), "data.held_out": ""}, "train.steps=3")
+    paths = create_run(tmp_path, plan.name, plan.dumps(), plan.world_size, plan.train.steps)
+    LiveRun(pool, plan, paths.root).join()
+    record = RunRecord(paths.root)
+    record.events()
+    table = record.traffic()
+    assert [row.axis for row in table.rows] == ["pp", "tokens", "embedding"]
+    assert table.steps == 3
+    assert table.rows[0].groups == [[1, 2]]
+    ended = CliRunner().invoke(build_app(), ["traffic", str(paths.root)])
+    assert ended.exit_code == 0
+    assert "activations between stages" in ended.output
+    assert "{1,2}" in ended.output
+    assert "<table" in table._repr_mimebundle_()["text/html"]
