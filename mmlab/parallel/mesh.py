@@ -43,6 +43,15 @@ class Mesh:
     traffic: Traffic
 
     @property
+    def transports(self) -> list[str]:
+        """What the groups of this rank talk through, with the reason where it is not the best there is."""
+        if self.control is None:
+            return []
+        if self.device.type == "cuda":
+            return ["NCCL"]
+        return shm.transports() or [f"gloo ({reason})" if (reason := shm.refusal()) else "gloo"]
+
+    @property
     def world_size(self) -> int:
         """Ranks of the run."""
         return len(self.layout.places)
@@ -60,6 +69,16 @@ def _my_group(groups: list[list[int]], rank: int) -> dist.ProcessGroup | None:
     return mine
 
 
+def _backend(plan: Plan, device: torch.device) -> str:
+    """torch's name of what the ranks talk through."""
+    if device.type == "cuda":
+        return "cpu:gloo,cuda:nccl"
+    if plan.cluster.collectives == "gloo" or (plan.cluster.collectives == "auto" and shm.refusal()):
+        return "gloo"
+    shm.register(int(1e6 * plan.cluster.shm_mb))  # a group takes gloo by itself where it cannot have shared memory
+    return "shm"
+
+
 def build_mesh(plan: Plan, layout: Layout, rank: int, store: dist.Store | None, device: torch.device) -> Mesh:
     """Start torch.distributed for this rank and make every group of the plan.
 
@@ -70,12 +89,8 @@ def build_mesh(plan: Plan, layout: Layout, rank: int, store: dist.Store | None, 
     if len(layout.places) == 1:
         forward_link, backward_link = (Link(None, rank, device, traffic) for _ in range(2))
         return Mesh(layout, place, device, None, alone, {}, None, forward_link, backward_link, traffic)
-    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-    if device.type == "cpu" and plan.cluster.collectives == "shm":
-        shm.register()  # takes gloo by itself where the ranks share no x86-64 Linux host or have no memory to share
-        backend = "shm"
     dist.init_process_group(
-        backend, store=store, rank=rank, world_size=len(layout.places), timeout=GROUP_TIMEOUT,
+        _backend(plan, device), store=store, rank=rank, world_size=len(layout.places), timeout=GROUP_TIMEOUT,
         device_id=device if device.type == "cuda" else None,
     )  # fmt: skip
     everyone = list(range(len(layout.places)))

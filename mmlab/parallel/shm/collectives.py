@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mmlab.parallel.shm import layout as at
+from mmlab.messages import shared_file as at
 from mmlab.parallel.shm.segment import Segment
 from mmlab.parallel.shm.work import PeerLost, Steps
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from mmlab.parallel.shm import layout as at
+from mmlab.messages import shared_file as at
 from mmlab.parallel.shm.segment import Segment, now
 
 if TYPE_CHECKING:

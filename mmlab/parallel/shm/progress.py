@@ -16,7 +16,7 @@ from collections import deque
 from collections.abc import Callable
 from datetime import timedelta
 
-from mmlab.parallel.shm import layout as at
+from mmlab.messages import shared_file as at
 from mmlab.parallel.shm.p2p import Mail
 from mmlab.parallel.shm.segment import Segment, now
 from mmlab.parallel.shm.work import PeerLost, ShmWork, Steps

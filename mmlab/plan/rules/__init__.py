@@ -6,7 +6,7 @@ To add a rule, write a function that takes a plan and yields problems, and put i
 from __future__ import annotations
 
 from mmlab.plan.problems import Problem
-from mmlab.plan.rules import availability, general, layout, model
+from mmlab.plan.rules import availability, cluster, general, layout, model
 from mmlab.plan.rules.common import Rule, check_platform
 from mmlab.plan.rules.engines import engine_count
 from mmlab.plan.schema import Plan
@@ -29,6 +29,7 @@ RULES: tuple[Rule, ...] = (
     layout.encoder_beside_first_stage,
     general.something_trains,
     general.lanes,
+    cluster.shared_memory,
 )
 """All rules, in the order in which their problems are shown."""
 
