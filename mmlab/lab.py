@@ -97,10 +97,10 @@ class Run:
         """Complete checkpoints by step: "name", "step", "lineage", "time", "loss", "bytes", "path"."""
         return self._record.checkpoints()
 
-    def export(self, folder: str | Path, step: int | None = None, name: str = "") -> list[Path]:
-        """Write a checkpoint's weights as Hugging Face classes read them; the files. CheckpointError where it fails."""
-        found = self._record.find_checkpoint(step, name)
-        return export(self._record.paths.checkpoints, Path(folder).absolute(), name=found["name"])
+    def export(self, folder: str | Path, step: int | None = None, name: str = "", adapters: bool = False) -> list[Path]:
+        """Write a checkpoint's weights for Hugging Face's classes, or LoRA's `adapters` alone for PEFT; the files."""
+        name = self._record.find_checkpoint(step, name)["name"]
+        return export(self._record.paths.checkpoints, Path(folder).absolute(), name=name, adapters=adapters)
 
     @overload
     def log(self, rank: int, follow: Literal[False] = False, lines: int | None = None) -> str: ...

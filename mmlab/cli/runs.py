@@ -126,9 +126,10 @@ def export(
     folder: Annotated[Path, typer.Argument(help="Where to write vision/, projector/ and language/.")],
     step: CheckpointStep = None,
     name: CheckpointName = "",
+    adapters: Annotated[bool, typer.Option(help="Write LoRA's adapters alone, as PEFT reads them.")] = False,
 ) -> None:
-    """Write a checkpoint's weights as safetensors that Hugging Face classes read."""
-    for file in open_run(run).export(folder, step=step, name=name):
+    """Write a checkpoint's weights as safetensors that Hugging Face classes read, LoRA's adapters merged into them."""
+    for file in open_run(run).export(folder, step=step, name=name, adapters=adapters):
         console().print(str(file), soft_wrap=True)
 
 

@@ -10,13 +10,15 @@ from pathlib import Path
 from mmlab.errors import CheckpointError
 
 
-def export(checkpoints: Path, folder: Path, step: int | None = None, name: str = "") -> list[Path]:
+def export(
+    checkpoints: Path, folder: Path, step: int | None = None, name: str = "", adapters: bool = False
+) -> list[Path]:
     """Write a checkpoint's weights into a folder, as `mmlab.train.export.export_checkpoint` does; returns the files.
 
     CheckpointError with the reason when it fails.
     """
-    given = json.dumps({"checkpoints": str(checkpoints), "folder": str(folder), "step": step, "name": name})
-    command = [sys.executable, "-m", "mmlab.train.export", given]
+    given = {"checkpoints": str(checkpoints), "folder": str(folder), "step": step, "name": name, "adapters": adapters}
+    command = [sys.executable, "-m", "mmlab.train.export", json.dumps(given)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode != 0:
         raise CheckpointError(done.stderr.strip().rpartition("\n")[2] or f"exporting ended with {done.returncode}")

@@ -8,10 +8,11 @@ import torch
 from torch import Tensor, nn
 
 from mmlab.data.packed import PackedText
+from mmlab.models.adapters import adapt
 from mmlab.models.decoder import DecoderStage, StageParts
 from mmlab.models.initial import parameter_maker
 from mmlab.models.projector import Projector
-from mmlab.models.sharding import parameter_specs
+from mmlab.models.sharding import parameter_specs, trains
 from mmlab.models.vit import VisionEncoder
 from mmlab.parallel.tensor import TensorGroup
 from mmlab.plan.schema import MODULES, Plan
@@ -66,14 +67,14 @@ def build_part(
     """Make the parts of the model that a rank holds, with the initial values of the plan's seed.
 
     Args:
-        plan: model, precision, seed, activation checkpointing and what is frozen.
+        plan: model, precision, seed, activation checkpointing, adapters and what is frozen.
         part: what this rank holds.
         tp: tensor-parallel group of the rank's stage; `TensorGroup()` for one rank. Only the decoder is split.
         dtype: format of the master weights; float64 also computes in float64 whatever the plan's precision.
         device: where the weights live.
 
     Returns:
-        The model; parameters of frozen modules need no gradient.
+        The model; parameters that do not train need no gradient.
     """
     make = parameter_maker(parameter_specs(plan), plan.train.seed, tp, dtype, torch.device(device))
     formats = {name: dtype if dtype == torch.float64 else FORMATS[getattr(plan.precision, name)] for name in MODULES}
@@ -87,10 +88,9 @@ def build_part(
         parts = StageParts(part.layers, part.embed, part.head)
         language = DecoderStage(plan.model.language, parts, make, tp, formats["language"], recompute=recompute)
     model = PartModel(vision, projector, language)
-    for name in MODULES:
-        module = getattr(model, name)
-        if module is not None and getattr(plan.train, name).frozen:
-            module.requires_grad_(False)
+    adapt(model, plan, make)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(trains(plan, name))
     return model
 
 

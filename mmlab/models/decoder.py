@@ -5,6 +5,7 @@ RMSNorm, rotary positions (Su et al. 2021), grouped-query attention (Ainslie et 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -145,13 +146,25 @@ class StageParts:
     """The final norm and the output layer (last stage)."""
 
 
+class Embedding(Table):
+    """The table of token ids; its rows (the vocabulary) are split over the tensor group."""
+
+    def __init__(self, make: MakeParameter, name: str, tp: TensorGroup) -> None:
+        super().__init__(make, name)
+        self.tp = tp
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """int64 [T] -> rows [T, D] in the master format, the same on every rank of the group."""
+        return vocab_parallel_embedding(ids, local(self.weight), self.tp)
+
+
 class Backbone(nn.Module):
     """What a stage holds below the name that Hugging Face checkpoints give it (`model.`)."""
 
     def __init__(self, config: LanguageConfig, parts: StageParts, make: MakeParameter, tp: TensorGroup) -> None:
         super().__init__()
         table = parts.embed or (parts.head and config.tied_embeddings)
-        self.embed_tokens = Table(make, EMBED_TOKENS.removesuffix(".weight")) if table else None
+        self.embed_tokens = Embedding(make, EMBED_TOKENS.removesuffix(".weight"), tp) if table else None
         blocks = {str(i): Block(config, make, f"{LANGUAGE}model.layers.{i}", tp) for i in parts.layers}
         self.layers = nn.ModuleDict(blocks)
         self.norm = RMSNorm(make, FINAL_NORM.removesuffix(".weight"), config.norm_eps) if parts.head else None
@@ -179,8 +192,17 @@ class DecoderStage(nn.Module):
         self.model = Backbone(config, parts, make, tp)
         untied = parts.head and not config.tied_embeddings
         self.lm_head = Table(make, LM_HEAD.removesuffix(".weight")) if untied else None
+        self.always_grad = False
+        """Whether backward passes all blocks also where nothing before them wants a gradient. Set where parameters are
+        sharded: a rank with a microbatch of text alone must join the collectives of ranks whose images want one."""
 
-    def forward(self, text: PackedText, hidden: Tensor | None = None, image_tokens: Tensor | None = None) -> Tensor:
+    def forward(
+        self,
+        text: PackedText,
+        hidden: Tensor | None = None,
+        image_tokens: Tensor | None = None,
+        finish: Callable[[Tensor], Tensor] | None = None,
+    ) -> Tensor:
         """Run the stage's blocks over a microbatch.
 
         Args:
@@ -188,25 +210,35 @@ class DecoderStage(nn.Module):
             hidden: [T, D] from the stage before; None on the stage that embeds.
             image_tokens: [N * P, D] or [N, P, D] for `text.image_positions`; only on the stage that embeds. None or
                 empty without images.
+            finish: `loss` or `logits` of the last stage with what else they need; sharded parameters are whole only
+                while `forward` runs.
 
         Returns:
-            [T, D], before the final norm, in the computation's format.
+            [T, D], before the final norm, in the computation's format; with `finish` what that returns.
         """
         if self.parts.embed:
             hidden = self._embed(text, image_tokens)
         elif hidden is None:
             raise ValueError("a stage that does not embed needs the hidden states of the stage before")
         hidden = hidden.to(self.dtype)
+        if self.always_grad and torch.is_grad_enabled() and not hidden.requires_grad:
+            hidden.requires_grad_()
         sequences = Sequences.of(text, self.config.head_dim, self.config.rope_theta, self.dtype)
         for block in self.model.layers.values():
             hidden = run_block(block, self.recompute, hidden, sequences)
-        return hidden
+        return hidden if finish is None else finish(hidden)
+
+    def chains(self) -> list[list[nn.Module]]:
+        """What can be gathered piece by piece, in the order in which it runs: blocks, and before them the table, unless
+        the head shares it."""
+        blocks: list[nn.Module] = list(self.model.layers.values())
+        table = self.model.embed_tokens
+        return [blocks if table is None or self.config.tied_embeddings else [table, *blocks]]
 
     def _embed(self, text: PackedText, image_tokens: Tensor | None) -> Tensor:
         """[T, D]: rows of the table, with image tokens where their placeholders stand."""
         assert self.model.embed_tokens is not None
-        hidden = vocab_parallel_embedding(text.input_ids, local(self.model.embed_tokens.weight), self.tp)
-        hidden = hidden.to(self.dtype)
+        hidden = self.model.embed_tokens(text.input_ids).to(self.dtype)
         if image_tokens is None or image_tokens.numel() == 0:
             return hidden
         return hidden.index_copy(0, text.image_positions, image_tokens.reshape(-1, hidden.shape[-1]).to(self.dtype))

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from mmlab.plan import lora
 from mmlab.plan.schema import Plan
 
 SECTIONS = {"vision": ("vision_config",), "language": ("text_config", "llm_config"), "projector": ()}
@@ -33,6 +34,26 @@ FIELDS = {
 def config_of(plan: Plan, module: str) -> dict[str, Any]:
     """config.json of the Hugging Face class with the module's names: for `vision` or `language`."""
     return _vision(plan) if module == "vision" else _language(plan)
+
+
+def adapter_config(plan: Plan, module: str) -> dict[str, Any]:
+    """PEFT's adapter_config.json of a module with LoRA."""
+    own = lora.settings(plan, module)
+    return {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM" if module == "language" else None,
+        "base_model_name_or_path": own.init_from or None,
+        "r": own.lora_rank,
+        "lora_alpha": own.lora_alpha,
+        "lora_dropout": 0.0,
+        "target_modules": list(lora.targets(plan, module)),
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "use_rslora": False,
+        "use_dora": False,
+        "modules_to_save": None,
+        "inference_mode": True,
+    }
 
 
 def config_differences(plan: Plan, module: str, file: Path) -> list[str]:

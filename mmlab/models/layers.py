@@ -21,26 +21,42 @@ def at_least_float32(dtype: torch.dtype) -> torch.dtype:
     return dtype if dtype == torch.float64 else torch.float32
 
 
-class Linear(nn.Module):
-    """x [..., I] -> x W^T + b [..., O], with the names of torch.nn.Linear; the bias is optional."""
-
-    def __init__(self, make: MakeParameter, name: str, *, bias: bool = True) -> None:
-        super().__init__()
-        self.weight = make(f"{name}.weight")
-        self.bias = make(f"{name}.bias") if bias else None
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Compute in the format of `x`."""
-        bias = None if self.bias is None else local(self.bias, x.dtype)
-        return F.linear(x, local(self.weight, x.dtype), bias)
-
-
 class Table(nn.Module):
     """A weight matrix [V, D] by itself, with the name of torch.nn.Embedding: looked up, added or multiplied with."""
 
     def __init__(self, make: MakeParameter, name: str) -> None:
         super().__init__()
         self.weight = make(f"{name}.weight")
+
+
+class Linear(nn.Module):
+    """x [..., I] -> x W^T + b [..., O], with the names of torch.nn.Linear; the bias is optional.
+
+    After `adapt`, (alpha / r) x A^T B^T is added (LoRA, Hu et al. 2021). Under tensor parallelism the factor that meets
+    a split dim of W is split with it, so the layer's own collectives serve the adapter too.
+    """
+
+    def __init__(self, make: MakeParameter, name: str, *, bias: bool = True) -> None:
+        super().__init__()
+        self.weight = make(f"{name}.weight")
+        self.bias = make(f"{name}.bias") if bias else None
+        self.lora_A: Table | None = None
+        self.lora_B: Table | None = None
+        self.lora_scale = 0.0
+
+    def adapt(self, make: MakeParameter, name: str, scale: float) -> None:
+        """Add an adapter; `scale` is alpha / r."""
+        self.lora_A, self.lora_B = Table(make, f"{name}.lora_A"), Table(make, f"{name}.lora_B")
+        self.lora_scale = scale
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Compute in the format of `x`."""
+        bias = None if self.bias is None else local(self.bias, x.dtype)
+        y = F.linear(x, local(self.weight, x.dtype), bias)
+        if self.lora_A is None or self.lora_B is None:
+            return y
+        low = F.linear(x, local(self.lora_A.weight, x.dtype)) * self.lora_scale
+        return y + F.linear(low, local(self.lora_B.weight, x.dtype))
 
 
 class LayerNorm(nn.Module):

@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from math import prod
 
-from mmlab.plan.schema import LanguageConfig, Plan, VisionConfig
+from mmlab.plan import lora
+from mmlab.plan.schema import MODULES, LanguageConfig, ModuleTrain, Plan, VisionConfig
 
 VISION = "vision.vision_model."
 PROJECTOR = "projector."
@@ -19,15 +20,24 @@ LANGUAGE = "language."
 EMBED_TOKENS = LANGUAGE + "model.embed_tokens.weight"
 LM_HEAD = LANGUAGE + "lm_head.weight"
 FINAL_NORM = LANGUAGE + "model.norm.weight"
+LORA_A, LORA_B = ".lora_A.weight", ".lora_B.weight"
+"""What follows the name of a layer in the names of its adapter's factors (PEFT's names)."""
+_ATTENTION, _MLP = LANGUAGE + "model.layers.*.self_attn.", LANGUAGE + "model.layers.*.mlp."
 
 TP_DIMS: tuple[tuple[str, int], ...] = (
     (EMBED_TOKENS, 0),
     (LM_HEAD, 0),
-    (LANGUAGE + "model.layers.*.self_attn.[qkv]_proj.*", 0),
-    (LANGUAGE + "model.layers.*.self_attn.o_proj.weight", 1),
-    (LANGUAGE + "model.layers.*.mlp.gate_proj.weight", 0),
-    (LANGUAGE + "model.layers.*.mlp.up_proj.weight", 0),
-    (LANGUAGE + "model.layers.*.mlp.down_proj.weight", 1),
+    (_ATTENTION + "[qkv]_proj.weight", 0),
+    (_ATTENTION + "[qkv]_proj.bias", 0),
+    (_ATTENTION + "[qkv]_proj.lora_B.weight", 0),
+    (_ATTENTION + "o_proj.weight", 1),
+    (_ATTENTION + "o_proj.lora_A.weight", 1),
+    (_MLP + "gate_proj.weight", 0),
+    (_MLP + "gate_proj.lora_B.weight", 0),
+    (_MLP + "up_proj.weight", 0),
+    (_MLP + "up_proj.lora_B.weight", 0),
+    (_MLP + "down_proj.weight", 1),
+    (_MLP + "down_proj.lora_A.weight", 1),
 )
 """Name pattern -> tensor dim that tensor parallelism splits; what matches nothing is replicated."""
 
@@ -54,6 +64,22 @@ def tp_dim(name: str) -> int | None:
     return next((dim for pattern, dim in TP_DIMS if fnmatchcase(name, pattern)), None)
 
 
+def partial_over_tp(name: str) -> bool:
+    """Whether each tensor-parallel rank computes only a share of the gradient of a replicated parameter.
+
+    So it is for the whole factor of an adapter: a column-parallel layer's A [r, I] meets just this rank's rows of B, a
+    row-parallel layer's B [O, r] just this rank's columns of A x. All other replicated parameters (norms) act on what
+    is the same on every rank.
+    """
+    return name.startswith(LANGUAGE) and name.endswith((LORA_A, LORA_B)) and tp_dim(name) is None
+
+
+def trains(plan: Plan, name: str) -> bool:
+    """Whether a parameter trains: its module is not frozen, and with LoRA it is an adapter's."""
+    own: ModuleTrain = getattr(plan.train, name.partition(".")[0])
+    return not own.frozen and (own.lora_rank == 0 or name.endswith((LORA_A, LORA_B)))
+
+
 def parameter_specs(plan: Plan) -> dict[str, ParameterSpec]:
     """All parameters of the plan's model by global name, in the order data flows through them."""
     model = plan.model
@@ -61,7 +87,7 @@ def parameter_specs(plan: Plan) -> dict[str, ParameterSpec]:
     width = model.projector.hidden or model.language.hidden
     specs |= dict(_linear(PROJECTOR + "linear_1", width, model.vision.hidden))
     specs |= dict(_linear(PROJECTOR + "linear_2", model.language.hidden, width))
-    return specs | dict(_language(model.language))
+    return dict(_with_adapters(plan, specs | dict(_language(model.language))))
 
 
 def parameter_shapes(plan: Plan) -> dict[str, tuple[int, ...]]:
@@ -77,6 +103,19 @@ def _linear(name: str, out: int, inp: int, *, bias: bool = True, gain: float = 1
     yield f"{name}.weight", ParameterSpec((out, inp), "normal", gain * inp**-0.5)
     if bias:
         yield f"{name}.bias", ParameterSpec((out,), "zeros")
+
+
+def _with_adapters(plan: Plan, specs: dict[str, ParameterSpec]) -> Named:
+    """Each parameter, and after a weight that has an adapter its factors."""
+    chosen = {module: lora.targets(plan, module) for module in MODULES}
+    for name, spec in specs.items():
+        yield name, spec
+        module, layer = name.partition(".")[0], name.removesuffix(".weight")
+        if layer != name and layer.rpartition(".")[2] in chosen[module]:
+            (out, inp), rank = spec.shape, getattr(plan.train, module).lora_rank
+            # The variance of PEFT's default, a uniform distribution within inp^-0.5.
+            yield layer + LORA_A, ParameterSpec((rank, inp), "normal", (3 * inp) ** -0.5)
+            yield layer + LORA_B, ParameterSpec((out, rank), "zeros")
 
 
 def _norm(name: str, width: int, *, bias: bool = True) -> Named:

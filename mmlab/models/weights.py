@@ -2,7 +2,8 @@
 
 In: a file or folder (one file, several, or one with an index) of a module alone or of a larger model that contains it,
 such as CLIP's two towers or LLaVA. Each rank reads just its own slices. Out: a folder for each module that the Hugging
-Face class of the same family opens with `from_pretrained`.
+Face class of the same family opens with `from_pretrained`, with adapters merged; or the adapters alone, as PEFT's
+`PeftModel.from_pretrained` opens them.
 """
 
 from __future__ import annotations
@@ -21,9 +22,10 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from mmlab.errors import CheckpointError
+from mmlab.models.adapters import merged
 from mmlab.models.build import PartModel
-from mmlab.models.hugging_face import config_differences, config_of
-from mmlab.models.sharding import PROJECTOR, VISION, parameter_specs, tp_dim
+from mmlab.models.hugging_face import adapter_config, config_differences, config_of
+from mmlab.models.sharding import LORA_A, LORA_B, PROJECTOR, VISION, parameter_specs, tp_dim
 from mmlab.plan.schema import MODULES, Plan
 
 ROOTS = (
@@ -37,6 +39,11 @@ GROWING = ("embed_tokens.weight", "lm_head.weight")
 """Tables that may have more rows in the plan than in a checkpoint: tokens that were added."""
 CONFIG = "config.json"
 WEIGHTS = "model.safetensors"
+ADAPTER_CONFIG = "adapter_config.json"
+ADAPTERS = "adapter_model.safetensors"
+WRAPPED = "base_model.model."
+"""What PEFT's files have before the names of the wrapped model: those of the live class, which since transformers 5
+lack the prefix that vision checkpoints keep (read by peft 0.21.2, transformers 5.24)."""
 
 
 def init_from(model: PartModel, plan: Plan) -> None:
@@ -68,8 +75,8 @@ def _load(model: PartModel, plan: Plan, module: str, source: Path) -> None:
                 f"{field}: {source} has more blocks than the plan; set model.language.layers to the checkpoint's number"
             )
         for name, parameter in model.named_parameters():
-            if not name.startswith(f"{module}."):
-                continue
+            if not name.startswith(f"{module}.") or name.endswith((LORA_A, LORA_B)):
+                continue  # adapters start fresh beside the weights
             theirs = _their_name(name, names)
             if theirs is None:
                 raise CheckpointError(
@@ -153,7 +160,7 @@ def _files(source: Path, field: str) -> list[Path]:
 
 
 def export_weights(folder: Path, plan: Plan, values: Mapping[str, Tensor]) -> list[Path]:
-    """Write weights so that Hugging Face classes open them.
+    """Write weights so that Hugging Face classes open them; adapters are merged into the weights.
 
     Args:
         folder: where to; gets `vision/`, `projector/` and `language/`, each with model.safetensors and, but for the
@@ -169,27 +176,70 @@ def export_weights(folder: Path, plan: Plan, values: Mapping[str, Tensor]) -> li
     """
     written = []
     for module in MODULES:
-        specs = {name: spec for name, spec in parameter_specs(plan).items() if name.startswith(f"{module}.")}
-        if not any(name in values for name in specs):
+        own = _of_module(plan, module, values)
+        if not own:
             continue
-        tensors = {}
-        for name, spec in specs.items():
-            if name not in values or tuple(values[name].shape) != spec.shape:
-                raise CheckpointError(f"{name} is missing or not of the shape {list(spec.shape)} that the plan says")
-            ours, _, theirs = _root(name)
-            tensors[theirs + name.removeprefix(ours)] = values[name].detach().contiguous().cpu()
-        target = folder / module
-        target.mkdir(parents=True, exist_ok=True)
+        tensors = _their_names(merged(plan, own))
         if module == "vision" and plan.model.vision.family == "clip":
             # The class has this norm of the pooled class token, our model does not: write the neutral one.
             width = plan.model.vision.hidden
             tensors["vision_model.post_layernorm.weight"] = torch.ones(width)
             tensors["vision_model.post_layernorm.bias"] = torch.zeros(width)
-        partial = target / f".{WEIGHTS}.partial"
-        save_file(tensors, partial, metadata={"format": "pt"})
-        os.replace(partial, target / WEIGHTS)
-        written.append(target / WEIGHTS)
+        written.append(_write(folder / module / WEIGHTS, tensors))
         if module != "projector":
-            (target / CONFIG).write_text(json.dumps(config_of(plan, module), indent=2) + "\n")
-            written.append(target / CONFIG)
+            written.append(_write_config(folder / module / CONFIG, config_of(plan, module)))
     return written
+
+
+def export_adapters(folder: Path, plan: Plan, values: Mapping[str, Tensor]) -> list[Path]:
+    """Write the adapters alone, in PEFT's layout; arguments, result and errors as those of `export_weights`.
+
+    Each module with adapters gets adapter_config.json and adapter_model.safetensors, to be put on the module's Hugging
+    Face class with the base weights. CheckpointError, too, when the plan has no adapters.
+    """
+    written = []
+    for module in MODULES:
+        own = _of_module(plan, module, values)
+        factors = {name: value for name, value in own.items() if name.endswith((LORA_A, LORA_B))}
+        if factors:
+            live = {name.removeprefix("vision_model."): value for name, value in _their_names(factors).items()}
+            tensors = {WRAPPED + name: value for name, value in live.items()}
+            written.append(_write(folder / module / ADAPTERS, tensors))
+            written.append(_write_config(folder / module / ADAPTER_CONFIG, adapter_config(plan, module)))
+    if not written:
+        raise CheckpointError("there are no adapters: no module of the plan has train.<module>.lora_rank above 0")
+    return written
+
+
+def _of_module(plan: Plan, module: str, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """A module's tensors of `values`, all of them or none; CheckpointError where one is missing or misshapen."""
+    specs = {name: spec for name, spec in parameter_specs(plan).items() if name.startswith(f"{module}.")}
+    if not any(name in values for name in specs):
+        return {}
+    for name, spec in specs.items():
+        if name not in values or tuple(values[name].shape) != spec.shape:
+            raise CheckpointError(f"{name} is missing or not of the shape {list(spec.shape)} that the plan says")
+    return {name: values[name] for name in specs}
+
+
+def _their_names(values: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Tensors ready to be written, under Hugging Face's names."""
+    named = {}
+    for name, value in values.items():
+        ours, _, theirs = _root(name)
+        named[theirs + name.removeprefix(ours)] = value.detach().contiguous().cpu()
+    return named
+
+
+def _write(file: Path, tensors: dict[str, Tensor]) -> Path:
+    """Write a safetensors file, whole or not at all."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    partial = file.with_name(f".{file.name}.partial")
+    save_file(tensors, partial, metadata={"format": "pt"})
+    os.replace(partial, file)
+    return file
+
+
+def _write_config(file: Path, config: Mapping[str, Any]) -> Path:
+    file.write_text(json.dumps(config, indent=2) + "\n")
+    return file

@@ -31,8 +31,9 @@ class Trained:
 
     `name` global name; `param` the module's parameter (maybe a DTensor); `value` its plain local tensor (same
     storage); `module` vision, projector or language; `counted` whether this rank counts it in gradient norms
-    (replicas, over tp, dp or as a tied copy, count once); `partial_over_tp` whether each tensor rank has only its
-    tokens' part of the gradient (sequence parallel, replicated parameters).
+    (replicas, over tp, dp or as a tied copy, count once); `partial_over_tp` whether each tensor rank has only a
+    part of a replicated parameter's gradient (that of its tokens with sequence parallel; a LoRA factor's); `sharded`
+    whether FSDP2 holds it: `value` is then this rank's rows, and their gradient is summed inside backward.
     """
 
     name: str
@@ -41,6 +42,7 @@ class Trained:
     module: str
     counted: bool
     partial_over_tp: bool = False
+    sharded: bool = False
 
 
 def local_tensor(tensor: Tensor) -> Tensor:
@@ -48,9 +50,11 @@ def local_tensor(tensor: Tensor) -> Tensor:
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor.detach()
 
 
-def is_sharded(tensor: Tensor) -> bool:
-    """Whether a parameter is split (not merely replicated) over its tensor group."""
-    return isinstance(tensor, DTensor) and any(isinstance(p, Shard) for p in tensor.placements)
+def split_over_tp(tensor: Tensor) -> bool:
+    """Whether a parameter is split (not merely replicated) over its tensor group, which is a mesh's last axis."""
+    if not isinstance(tensor, DTensor) or (tensor.device_mesh.mesh_dim_names or ("",))[-1] != "tp":
+        return False
+    return isinstance(tensor.placements[-1], Shard)
 
 
 class BucketSum(Protocol):
@@ -152,7 +156,7 @@ class Reducer:
         self._where: dict[str, Bucket] = {}
         # Backward goes from the loss to the pixels, so the last parameters have their gradients first.
         for module in reversed(MODULES):
-            mine = [t for t in reversed(trained) if t.module == module]
+            mine = [t for t in reversed(trained) if t.module == module and not t.sharded]
             for members in _split([t for t in mine if not t.partial_over_tp], bucket_bytes[module]):
                 self.buckets.append(Bucket.of(module, members))
             for members in _split([t for t in mine if t.partial_over_tp], bucket_bytes[module]):
@@ -224,6 +228,25 @@ class Reducer:
                 dist.all_reduce(bucket.flat, group=self.tp)
             self._start(bucket)
         self._wait()
+        self._take_sharded()
+
+    def _take_sharded(self) -> None:
+        """Gradients that FSDP2 has summed over the data-parallel ranks."""
+        for t in self.trained:
+            if t.sharded:
+                grad = t.param.grad
+                self.grads[t.name] = torch.zeros_like(t.value) if grad is None else local_tensor(grad)
+                t.param.grad = None
+        partial = [self.grads[t.name] for t in self.trained if t.sharded and t.partial_over_tp]
+        if partial and self.tp is not None:
+            flat = torch.cat([grad.flatten() for grad in partial])
+            if self.traffic is not None:
+                self.traffic.add("tp", flat)
+            dist.all_reduce(flat, group=self.tp)
+            torch._foreach_copy_(
+                partial,
+                [g.view(p.shape) for p, g in zip(partial, flat.split([p.numel() for p in partial]), strict=True)],
+            )
 
     def _wait(self) -> None:
         seconds, exposed = dict.fromkeys(MODULES, 0.0), dict.fromkeys(MODULES, 0.0)
@@ -254,6 +277,7 @@ class Reducer:
     def scale(self, factor: float) -> None:
         """Multiply all gradients (clipping)."""
         flats = [bucket.flat for bucket in (*self.buckets, *self.partial)]
+        flats += [self.grads[t.name] for t in self.trained if t.sharded]
         if factor != 1.0 and flats:
             torch._foreach_mul_(flats, factor)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import datetime
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from mmlab.parallel import shm
 from mmlab.parallel.exchange import Link
+from mmlab.parallel.sharding import ShardGroup, shard_groups
 from mmlab.parallel.tensor import TensorGroup
 from mmlab.parallel.traffic import Traffic
 from mmlab.plan.layout import Layout, Place
@@ -29,6 +30,7 @@ class Mesh:
     `reductions[module]` is the group of the ranks that hold the same parameters of a module and see other data,
     `embedding` the first and last stage's pair for tied embeddings; None where there is nobody else. `control` carries
     the step's own reduction and the commands, on CPU tensors whatever the device. `traffic` counts what is sent.
+    `shards[module]` is there for modules that are shared out (ZeRO).
     """
 
     layout: Layout
@@ -41,6 +43,7 @@ class Mesh:
     forward: Link
     backward: Link
     traffic: Traffic
+    shards: Mapping[str, ShardGroup] = field(default_factory=dict)
 
     @property
     def transports(self) -> list[str]:
@@ -100,9 +103,11 @@ def build_mesh(plan: Plan, layout: Layout, rank: int, store: dist.Store | None, 
     vision_group = _my_group([layout.vision_ranks], rank)
     tied = plan.model.language.tied_embeddings
     embedding = _my_group(layout.embedding_groups if tied else [], rank)
+    shards = shard_groups(layout, rank, device, tp_group, GROUP_TIMEOUT)
     tp = alone
     if tp_group is not None:
-        mesh = DeviceMesh.from_group(tp_group, device.type)
+        sharded = shards.get("language")
+        mesh = sharded.grid["tp"] if sharded else DeviceMesh.from_group(tp_group, device.type, mesh_dim_names=("tp",))
         tp = TensorGroup(tp_group, place.tp, plan.parallel.tp, mesh, traffic)
     reductions = {
         "vision": vision_group,
@@ -111,7 +116,7 @@ def build_mesh(plan: Plan, layout: Layout, rank: int, store: dist.Store | None, 
     }
     return Mesh(
         layout, place, device, control, tp, reductions, embedding,
-        Link(forward, rank, device, traffic), Link(backward, rank, device, traffic), traffic,
+        Link(forward, rank, device, traffic), Link(backward, rank, device, traffic), traffic, shards,
     )  # fmt: skip
 
 

@@ -25,6 +25,8 @@ def _shown(value: Any) -> str:
     """A value as TOML writes it."""
     if isinstance(value, bool):
         return "true" if value else "false"
+    if isinstance(value, list | tuple):
+        return "[" + ", ".join(_shown(item) for item in value) + "]"
     return f'"{value}"' if isinstance(value, str) else str(value)
 
 

@@ -13,7 +13,13 @@ from annotated_types import Ge, Gt, Le, Lt
 
 from mmlab.plan.schema import LIVE, Plan, Section
 
-_KINDS = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
+_KINDS = {
+    int: "a whole number",
+    float: "a number",
+    bool: "true or false",
+    str: "text",
+    tuple[str, ...]: "a list of names",
+}
 _BOUNDS = ((Ge, "ge", "at least"), (Gt, "gt", "above"), (Le, "le", "at most"), (Lt, "lt", "below"))
 
 

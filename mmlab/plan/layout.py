@@ -131,6 +131,13 @@ class Layout:
         """Gradient reduction of the language model: same stage, cp and tp."""
         return [[self.rank_of(**at, **to) for to in self._grid("dp")] for at in self._grid("pp", "cp", "tp")]
 
+    def copies(self, module: str) -> list[list[int]]:
+        """Groups of ranks that hold the same parameters of a module and see other data."""
+        beside = module == "projector" and self.plan.parallel.projector == "vision"
+        if module == "vision" or beside:
+            return [self.vision_group]
+        return [[self.rank_of(**at, **to) for to in self._grid("dp", "cp")] for at in self._grid("pp", "tp")]
+
     @cached_property
     def pipelines(self) -> list[list[int]]:
         """Ranks of each pipeline from first to last stage: same replica, cp and tp."""
@@ -145,6 +152,25 @@ class Layout:
     def embedding_groups(self) -> list[list[int]]:
         """First and last stage of each pipeline, which share the embedding table; none with a single stage."""
         return [[pipe[0], pipe[-1]] for pipe in self.pipelines] if self.plan.parallel.pp > 1 else []
+
+    def groups(self, axis: str) -> list[list[int]]:
+        """The ranks that talk to each other on an axis of `mmlab.messages.AXES`; groups of one are left out.
+
+        KeyError for an unknown axis.
+        """
+        beside = self.plan.parallel.projector == "vision"
+        groups = {
+            "tp": self.tp_groups,
+            "cp": self.cp_groups,
+            "pp": self.pipelines,
+            "tokens": [sorted({*self.vision_ranks, *self.stage_ranks(0)})],
+            "vision": [self.vision_group],
+            "projector": [self.vision_group] if beside else self.dp_groups,
+            "language": self.dp_groups,
+            "sharding": self.dp_groups,
+            "embedding": self.embedding_groups,
+        }
+        return [group for group in groups[axis] if len(group) > 1]
 
     def group_of(self, groups: list[list[int]], rank: int) -> list[int]:
         """The group among `groups` that holds a rank; empty where none does."""

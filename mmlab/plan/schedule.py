@@ -178,7 +178,7 @@ def _end_of_step(plan: Plan, place: Place) -> Iterator[Op]:
     if place.role == "language":
         trains = trains or stage_trains(plan, place.pp)
         ends = plan.parallel.pp > 1 and place.pp in (0, plan.parallel.pp - 1)
-        tied = ends and plan.model.language.tied_embeddings and not plan.train.language.frozen
+        tied = ends and plan.model.language.tied_embeddings and not plan.train.language.base_frozen
     if trains:
         yield Op("reduce")
     if tied:

@@ -7,9 +7,9 @@ Nothing here imports torch: the checker and the notebook start in no time.
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 LIVE: dict[str, Any] = {"live": True}
 """Marks a field that `run.set` may change at a step boundary."""
@@ -18,6 +18,17 @@ Precision = Literal["fp64", "fp32", "bf16", "fp16"]
 Compressor = Literal["none", "bf16", "fp16", "int8", "topk", "powersgd", "onebit"]
 MODULES = ("vision", "projector", "language")
 """The three trainable parts, in the order data flows through them."""
+
+
+def _names(value: Any) -> Any:
+    """A list as a tuple (plans are immutable); text such as `q_proj,v_proj`, as a shell leaves it, as its names."""
+    if isinstance(value, str):
+        return tuple(part.strip(" \"'") for part in value.strip("[] ").split(",") if part.strip(" \"'"))
+    return tuple(value) if isinstance(value, list) else value
+
+
+Names = Annotated[tuple[str, ...], BeforeValidator(_names)]
+"""A list of names."""
 
 
 class Section(BaseModel):
@@ -156,7 +167,7 @@ class ParallelConfig(Section):
     microbatches: int = Field(1, ge=1)
     """Microbatches a step on each data-parallel replica."""
     sharding: Literal["none", "zero1", "zero2", "zero3"] = "none"
-    """What is sharded over dp: nothing, optimizer, optimizer and gradients, parameters too."""
+    """What is shared out over dp x cp: nothing, optimizer state, gradients too, weights too (see [sharding])."""
     engine: Literal["native", "deepspeed"] = "native"
     """What runs the training step."""
 
@@ -170,6 +181,21 @@ class PrecisionConfig(Section):
     """Format of the projector's computation."""
     language: Precision = "fp32"
     """Format of the decoder's computation."""
+
+
+class ShardingConfig(Section):
+    """What `parallel.sharding` shares out over the ranks that hold copies of a module, and in which pieces."""
+
+    vision: Literal["whole", "layer", "module"] = "whole"
+    """The encoder: whole on each of its ranks (its gradients are still summed over them), or shared out over them, with
+    zero2 and zero3 gathered block by block ("layer") or all at once ("module")."""
+    projector: Literal["whole", "module"] = "whole"
+    """The projector: whole on each rank that has it, or shared out over them."""
+    language: Literal["whole", "layer", "module"] = "layer"
+    """The decoder: whole, or shared out over dp x cp; "module" gathers a whole stage at once."""
+    reduce: Literal["step", "microbatch"] = "step"
+    """When zero2 and zero3 sum gradients: once a step (kept whole on every rank until then), or after each microbatch
+    (never kept whole, moved that many times)."""
 
 
 class OffloadConfig(Section):
@@ -227,7 +253,7 @@ class ModuleTrain(Section):
     lr: float = Field(1e-3, ge=0, json_schema_extra=LIVE)
     """Base learning rate that the schedule scales, dimensionless."""
     weight_decay: float = Field(0.0, ge=0, json_schema_extra=LIVE)
-    """Decoupled weight decay of matrices (not of biases and norms), per unit learning rate."""
+    """Decoupled weight decay of matrices (not of biases and norms), per unit learning rate; of LoRA's factors too."""
     frozen: bool = False
     """Whether the module stays as it is: no gradient, no optimizer state."""
     beta1: float = Field(0.9, ge=0, lt=1)
@@ -242,6 +268,18 @@ class ModuleTrain(Section):
     """Learning rate at the end of the cosine, as a share of the base."""
     init_from: str = ""
     """A safetensors file or folder with this module's weights; empty means fresh from the seed."""
+    lora_rank: int = Field(0, ge=0)
+    """Rank of the low-rank adapters (LoRA) that train beside the module's frozen weights; 0 means none: the weights
+    themselves train."""
+    lora_alpha: float = Field(16.0, gt=0)
+    """What adapters add is scaled by lora_alpha / lora_rank, dimensionless."""
+    lora_targets: Names = ("all",)
+    """Linear layers with an adapter, by the last part of their names (such as ["q_proj", "v_proj"]), or ["all"]."""
+
+    @property
+    def base_frozen(self) -> bool:
+        """Whether the module's own weights stay as they are: it is frozen, or adapters train beside them."""
+        return self.frozen or self.lora_rank > 0
 
 
 class TrainConfig(Section):
@@ -325,6 +363,8 @@ class Plan(Section):
     """Which rank computes what."""
     precision: PrecisionConfig = PrecisionConfig()
     """Number formats."""
+    sharding: ShardingConfig = ShardingConfig()
+    """What is shared out over data-parallel ranks."""
     offload: OffloadConfig = OffloadConfig()
     """What leaves device memory."""
     communication: CommunicationConfig = CommunicationConfig()

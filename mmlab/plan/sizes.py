@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from mmlab.plan import lora
 from mmlab.plan.schema import LanguageConfig, Plan, VisionConfig
 
 if TYPE_CHECKING:
@@ -70,13 +71,18 @@ def rank_share(plan: Plan, layout: Layout, place: Place) -> Share:
     """Parameters of the part of the model that a rank holds."""
     train, beside = plan.train, plan.parallel.projector == "vision"
     pieces: list[tuple[int, bool]] = []
+    adapters = 0
     if place.vision >= 0:
-        pieces.append((vision_parameters(plan.model.vision), train.vision.frozen))
+        pieces.append((vision_parameters(plan.model.vision), train.vision.base_frozen))
+        adapters += plan.model.vision.layers * lora.parameters(plan, "vision")
     if place.role == "language":
-        pieces.append((_stage_parameters(plan, layout, place.pp), train.language.frozen))
+        pieces.append((_stage_parameters(plan, layout, place.pp), train.language.base_frozen))
+        adapters += len(layout.layers_of(place.pp)) * lora.parameters(plan, "language", plan.parallel.tp)
     if place.vision >= 0 if beside else place.pp == 0:
-        pieces.append((projector_parameters(plan), train.projector.frozen))
-    return Share(sum(n for n, frozen in pieces if not frozen), sum(n for n, frozen in pieces if frozen))
+        pieces.append((projector_parameters(plan), train.projector.base_frozen))
+        adapters += lora.parameters(plan, "projector")
+    trained = sum(n for n, frozen in pieces if not frozen) + adapters
+    return Share(trained, sum(n for n, frozen in pieces if frozen))
 
 
 def _stage_parameters(plan: Plan, layout: Layout, stage: int) -> int:
@@ -93,21 +99,22 @@ def step_costs(plan: Plan, layout: Layout) -> dict[tuple[int, str], float]:
     """Floating-point operations of each compute op by (rank, kind), for one image and `data.seq_len` tokens a sample.
 
     A backward costs a forward for the inputs and another for the weights where they train, and one more with
-    activation checkpointing (Narayanan et al. 2021, section 5.1).
+    activation checkpointing (Narayanan et al. 2021, section 5.1). Adapters (a few percent) are not counted.
     """
     costs: dict[tuple[int, str], float] = {}
     again = 1 if plan.train.activation_checkpointing else 0
     encode, project = _encoder_flops(plan, layout)
     for place in layout.places:
         if place.vision >= 0:
-            vision = 0 if plan.train.vision.frozen else 2 + again
-            projector = 2 if not plan.train.projector.frozen else (1 if vision else 0)
+            train = plan.train
+            vision = 0 if train.vision.frozen else (1 if train.vision.base_frozen else 2) + again
+            projector = 2 if not train.projector.base_frozen else (1 if vision or not train.projector.frozen else 0)
             costs[place.rank, "encode"] = encode + project
             costs[place.rank, "encode_backward"] = vision * encode + projector * project
         if place.role == "language":
             forward = _stage_flops(plan, layout, place.pp)
             costs[place.rank, "forward"] = forward
-            costs[place.rank, "backward"] = (1 if plan.train.language.frozen else 2) * forward + again * forward
+            costs[place.rank, "backward"] = (1 if plan.train.language.base_frozen else 2) * forward + again * forward
     return costs
 
 

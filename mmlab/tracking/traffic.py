@@ -34,30 +34,12 @@ class AxisTraffic:
     axis: str
     groups: list[list[int]]
     """Ranks that talk to each other."""
-    bytes: float
-    """Payload of all ranks together, bytes a step: what is sent point to point or handed to collectives."""
+    bytes: list[float]
+    """Payload of each group, bytes a step: what its ranks send point to point or hand to collectives."""
     seconds: float | None
     """How long gradients were under way, seconds a step (on the rank where it was longest); None where not timed."""
     exposed: float | None
     """How long of it the rank waited."""
-
-
-def groups_of(layout: Layout, axis: str) -> list[list[int]]:
-    """The ranks that talk to each other on an axis; groups of one are left out."""
-    beside = layout.plan.parallel.projector == "vision"
-    first_stage = [rank for rank in layout.stage_ranks(0) if rank not in layout.vision_ranks]
-    groups = {
-        "tp": layout.tp_groups,
-        "cp": layout.cp_groups,
-        "pp": layout.pipelines,
-        "tokens": [sorted({*layout.vision_ranks, *first_stage})],
-        "vision": [layout.vision_group],
-        "projector": [layout.vision_group] if beside else layout.dp_groups,
-        "language": layout.dp_groups,
-        "sharding": layout.dp_groups,
-        "embedding": layout.embedding_groups,
-    }
-    return [group for group in groups[axis] if len(group) > 1]
 
 
 class TrafficTable:
@@ -70,19 +52,28 @@ class TrafficTable:
 
     @staticmethod
     def _row(layout: Layout, axis: str, steps: list[Mapping[str, Any]]) -> AxisTraffic:
-        mean = sum(step["traffic"].get(axis, 0) for step in steps) / len(steps)
+        groups = layout.groups(axis)
+        counts = [step["traffic"][axis] for step in steps if axis in step["traffic"]]
+        means = [sum(count[i] for count in counts) / len(steps) for i in range(len(groups))]
         timed = [step["communication"][axis] for step in steps if axis in step.get("communication", {})]
         seconds = exposed = None
         if axis in MODULES and timed:
             seconds = sum(t["seconds"] for t in timed) / len(timed)
             exposed = sum(t["exposed"] for t in timed) / len(timed)
-        return AxisTraffic(axis, groups_of(layout, axis), mean, seconds, exposed)
+        return AxisTraffic(axis, groups, means, seconds, exposed)
 
     @property
     def cells(self) -> list[tuple[str, ...]]:
         """Axis, purpose, groups, bytes a step, under way, waited: as shown."""
         return [
-            (row.axis, PURPOSE[row.axis], _groups(row.groups), _size(row.bytes), _time(row.seconds), _time(row.exposed))
+            (
+                row.axis,
+                PURPOSE[row.axis],
+                _groups(row.groups),
+                _size(sum(row.bytes)),
+                _time(row.seconds),
+                _time(row.exposed),
+            )
             for row in self.rows
         ]
 

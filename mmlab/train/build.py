@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 
 from mmlab.models.build import Part, PartModel, build_part
+from mmlab.models.parallelize import shard_part
+from mmlab.models.sharding import partial_over_tp
 from mmlab.models.weights import init_from
-from mmlab.parallel.gradients import Reducer, Trained, is_sharded, local_tensor
+from mmlab.parallel.gradients import Reducer, Trained, local_tensor, split_over_tp
 from mmlab.parallel.mesh import Mesh
+from mmlab.parallel.sharding import Sharded
 from mmlab.plan.layout import Layout, Place
 from mmlab.plan.schedule import Op, build_schedule
 from mmlab.plan.schema import Plan
@@ -39,6 +43,7 @@ class Built:
     reducer: Reducer
     optimizer: Optimizer
     ops: list[Op]
+    sharded: dict[str, Sharded]
 
 
 def is_tied_copy(plan: Plan, place: Place, name: str) -> bool:
@@ -46,18 +51,20 @@ def is_tied_copy(plan: Plan, place: Place, name: str) -> bool:
     return name == EMBEDDING and plan.model.language.tied_embeddings and place.role == "language" and place.pp > 0
 
 
-def _trained(plan: Plan, mesh: Mesh, part: PartModel) -> list[Trained]:
+def _trained(plan: Plan, mesh: Mesh, part: PartModel, sharded: Collection[str]) -> list[Trained]:
     place = mesh.place
     beside = ("vision", "projector") if plan.parallel.projector == "vision" else ("vision",)
     trained = []
     for name, param in part.named_parameters():
         module = name.split(".", 1)[0]
-        if getattr(plan.train, module).frozen:
-            param.requires_grad_(False)
+        if not param.requires_grad:
             continue
-        once = place.dp == 0 and (is_sharded(param) or place.tp == 0)  # replicas over tp are equal
-        counted = place.vision == 0 if module in beside else once and not is_tied_copy(plan, place, name)
-        trained.append(Trained(name, param, local_tensor(param), module, counted))
+        mine = module in sharded or place.dp == 0  # each rank has rows of its own of what is sharded
+        once = mine and (split_over_tp(param) or place.tp == 0)  # replicas over tp are equal
+        first = module in sharded or place.vision == 0
+        counted = first if module in beside else once and not is_tied_copy(plan, place, name)
+        partial = mesh.tp.size > 1 and partial_over_tp(name)
+        trained.append(Trained(name, param, local_tensor(param), module, counted, partial, module in sharded))
     return trained
 
 
@@ -72,6 +79,8 @@ def build(plan: Plan, mesh: Mesh) -> Built:
     """Make this rank's part; the order of what is applied is the order of these lines."""
     part = build_part(plan, part_of(plan, mesh.layout, mesh.place), mesh.tp, master_dtype(plan), mesh.device)
     init_from(part, plan)
-    trained = _trained(plan, mesh, part)
+    sharded = shard_part(plan, part, mesh.shards, mesh.traffic)
+    trained = _trained(plan, mesh, part, sharded)
     reducer = Reducer(trained, mesh.reductions, _bucket_bytes(plan), mesh.tp.group, mesh.traffic)
-    return Built(part, trained, reducer, Optimizer(plan, trained), build_schedule(plan).ops[mesh.place.rank])
+    optimizer = Optimizer(plan, trained, mesh.shards)
+    return Built(part, trained, reducer, optimizer, build_schedule(plan).ops[mesh.place.rank], sharded)

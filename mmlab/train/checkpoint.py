@@ -20,23 +20,17 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
-from torch.distributed.tensor import DTensor
 
 from mmlab.errors import CheckpointError, MmlabError, RunFailed
 from mmlab.messages import read_json, write_json
+from mmlab.models.adapters import lost_adapters
+from mmlab.models.sharding import LORA_A, LORA_B
 from mmlab.parallel.mesh import Mesh
 from mmlab.plan import Plan
 from mmlab.train.build import Built, is_tied_copy
 
 MANIFEST = "manifest.json"
 FORMAT = 1
-
-
-def _like(param: Tensor, local: Tensor) -> Tensor:
-    """An optimizer tensor as a DTensor of the parameter's layout (or plain, as the parameter is)."""
-    if not isinstance(param, DTensor):
-        return local
-    return DTensor.from_local(local, param.device_mesh, param.placements, shape=param.shape, stride=param.stride())
 
 
 def state_dict(plan: Plan, mesh: Mesh, built: Built, saving: bool) -> dict[str, Tensor]:
@@ -52,7 +46,7 @@ def state_dict(plan: Plan, mesh: Mesh, built: Built, saving: bool) -> dict[str, 
         if saving and is_tied_copy(plan, mesh.place, t.name):
             continue
         for key, value in built.optimizer.state(t).items():
-            state[f"optimizer.{t.name}.{key}"] = value if value.dim() == 0 else _like(t.param, value)
+            state[f"optimizer.{t.name}.{key}"] = value
     return state
 
 
@@ -186,11 +180,11 @@ def find(checkpoints: Path, step: int | None = None, name: str = "", lineage: st
     return max(fits, key=lambda pair: pair[1]["time"])[0]
 
 
-def _loadable(state: Mapping[str, Tensor], folder: Path) -> tuple[dict[str, Tensor], dict[str, Any], str]:
+def _loadable(plan: Plan, state: Mapping[str, Tensor], folder: Path) -> tuple[dict[str, Tensor], dict[str, Any], str]:
     """What can be loaded, the manifest, and what is wrong ("" when nothing is)."""
     try:
         manifest = read_manifest(folder)
-        Plan.loads(manifest["plan"], f"checkpoint {folder.name}")
+        saved = Plan.loads(manifest["plan"], f"checkpoint {folder.name}")
         stored = dcp.FileSystemReader(folder).read_metadata().state_dict_metadata
     except MmlabError as error:
         return {}, {}, str(error)
@@ -199,7 +193,7 @@ def _loadable(state: Mapping[str, Tensor], folder: Path) -> tuple[dict[str, Tens
     wanted: dict[str, Tensor] = {}
     for key, tensor in state.items():
         entry = stored.get(key)
-        if entry is None and key.startswith("optimizer."):
+        if entry is None and (key.startswith("optimizer.") or key.endswith((LORA_A, LORA_B))):
             continue
         size = getattr(entry, "size", None)
         if size is None or tuple(size) != tuple(tensor.shape):
@@ -208,7 +202,8 @@ def _loadable(state: Mapping[str, Tensor], folder: Path) -> tuple[dict[str, Tens
             problem = f"{name} is {there} in it and {tuple(tensor.shape)} in the plan"
             return {}, {}, f"checkpoint {folder.name} is of another model: {problem}."
         wanted[key] = tensor
-    return wanted, manifest, ""
+    lost = lost_adapters(plan, saved)
+    return wanted, manifest, f"checkpoint {folder.name} {lost}" if lost else ""
 
 
 def _damage(folder: Path, manifest: Mapping[str, Any], mesh: Mesh) -> str:
@@ -225,12 +220,13 @@ def _damage(folder: Path, manifest: Mapping[str, Any], mesh: Mesh) -> str:
 def load(plan: Plan, mesh: Mesh, built: Built, folder: Path) -> dict[str, Any]:
     """Load a checkpoint of any layout into this rank's part, in place; all ranks together. Returns its manifest.
 
-    A module that was frozen when saved has no optimizer state in the file: it starts from zero. CheckpointError when
-    the checkpoint is incomplete, damaged or of another model (names the first parameter that differs); nothing is
-    changed then. RunFailed when reading breaks off: weights are then neither the old ones nor the checkpoint's.
+    A module that was frozen when saved has no optimizer state in the file: it starts from zero. Adapters that were not
+    there start anew (B at zero, so they change nothing). CheckpointError when the checkpoint is incomplete, damaged or
+    of another model (names the first parameter that differs); nothing is changed then. RunFailed when reading breaks
+    off: weights are then neither the old ones nor the checkpoint's.
     """
     state = state_dict(plan, mesh, built, saving=False)
-    wanted, manifest, problem = _loadable(state, folder)
+    wanted, manifest, problem = _loadable(plan, state, folder)
     _agree(mesh, problem or _damage(folder, manifest, mesh))
     try:
         with quiet():
@@ -238,7 +234,8 @@ def load(plan: Plan, mesh: Mesh, built: Built, folder: Path) -> dict[str, Any]:
     except (dcp.CheckpointException, OSError) as error:
         raise RunFailed(f"reading checkpoint {folder.name} broke off: {_cause(error)}") from None
     for key in state.keys() - wanted.keys():
-        state[key].zero_()
+        if not (key.startswith("model.") and key.endswith(LORA_A)):
+            state[key].zero_()
     return manifest
 
 

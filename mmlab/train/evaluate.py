@@ -126,6 +126,10 @@ class Evaluator:
                 encoder.send_tokens(Op("send_tokens", 0))
             if stage is not None and stage.replica == 0:
                 answers = self._write_on(stage, manifest)
+            elif stage is not None and "language" in self.runner.built.sharded:
+                for _ in range(self._longest(manifest)):
+                    stage.accompany()
+            self.runner.end_sharded()
             self.runner.flush()
         last = self.mesh.layout.rank_of(pp=plan.parallel.pp - 1)
         ids = self.channel.gather(answers)[last]
@@ -135,32 +139,35 @@ class Evaluator:
         assert self.source is not None
         return ids[: ids.index(self.source.eos_id)] if self.source.eos_id in ids else ids
 
+    @staticmethod
+    def _longest(manifest: StepManifest) -> int:
+        """Tokens that are written for each picture."""
+        return min(LONGEST_ANSWER, 2 + max(sample.targets for sample in manifest.samples))
+
     def _write_on(self, stage: StageRunner, manifest: StepManifest) -> list[list[int]]:
         """One token for every sequence at a time; each time the whole sequences pass the pipeline (no cache)."""
         assert self.source is not None
         prompts = [self.source.prompt(sample).input_ids.tolist() for sample in manifest.samples]
-        longest = min(LONGEST_ANSWER, 2 + max(sample.targets for sample in manifest.samples))
         written: list[list[int]] = [[] for _ in prompts]
         stage.begin(manifest, {}, 1)
         if stage.first:
             stage.recv_tokens(Op("recv_tokens", 0))
-        for number in range(longest):
+        for number in range(self._longest(manifest)):
             rows = [prompt + answer for prompt, answer in zip(prompts, written, strict=True)]
             text = pack([TextSequence(tuple(row), (IGNORE,) * len(row)) for row in rows], self.source.image_id)
-            hidden = stage.write_forward(text.to(self.mesh.device))
-            ids = self._next_ids(stage, text, hidden, number)
+            logits = stage.write_forward(text.to(self.mesh.device))
+            ids = self._next_ids(stage, text, logits, number)
             for answer, token in zip(written, ids, strict=True):
                 answer.append(token)
         return written
 
-    def _next_ids(self, stage: StageRunner, text: PackedText, hidden: Tensor | None, number: int) -> list[int]:
+    def _next_ids(self, stage: StageRunner, text: PackedText, logits: Tensor | None, number: int) -> list[int]:
         """The next token of each sequence: known to the last stage, sent to the first; stages between need lengths."""
         assert self.source is not None
         count = len(text.seqlens)
         layout, place = self.mesh.layout, self.mesh.place
-        if hidden is not None:
-            ends = torch.tensor(text.seqlens).cumsum(0) - 1
-            logits = stage.language.logits(hidden[ends.to(hidden.device)]).float()
+        if logits is not None:
+            logits = logits.float()
             logits[:, self.source.vocab_size :] = -torch.inf
             logits[:, self.source.image_id] = -torch.inf
             ids = logits.argmax(-1)

@@ -7,9 +7,14 @@ from collections.abc import Mapping
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from mmlab.parallel.gradients import Trained
+from mmlab.parallel.sharding import RowGather, ShardGroup
 from mmlab.plan.schema import MODULES, ModuleTrain, Plan
+
+GATHER_BYTES = 25e6
+"""Updated weights that zero1 gathers in one collective, at most; as many bytes are needed besides."""
 
 
 def learning_rate(settings: ModuleTrain, step: int, steps: int) -> float:
@@ -34,16 +39,24 @@ class Optimizer:
     """torch's fused AdamW over the plain local tensors of one rank's parameters.
 
     DTensor dispatch would cost more than the update itself: "plain tensors compute" (design, decision 5). A rank with
-    nothing to train owns no optimizer.
+    nothing to train owns no optimizer. With zero1 a rank updates and keeps the state of its own rows of the modules in
+    `shards`, and gathers the others'.
     """
 
-    def __init__(self, plan: Plan, trained: list[Trained]) -> None:
+    def __init__(self, plan: Plan, trained: list[Trained], shards: Mapping[str, ShardGroup] | None = None) -> None:
         self.trained = trained
+        self.shards = shards if shards is not None and plan.parallel.sharding == "zero1" else {}
+        self.values = {t.name: self._mine(t, t.value) for t in trained}
+        self.gathers = [
+            RowGather([t.value for t in trained if t.module == module], group, GATHER_BYTES)
+            for module, group in self.shards.items()
+        ]
         groups = []
         for module in MODULES:
             settings: ModuleTrain = getattr(plan.train, module)
             for decay in (True, False):
-                values = [t.value for t in trained if t.module == module and decays(t.value.dim()) == decay]
+                mine = [t for t in trained if t.module == module and decays(t.value.dim()) == decay]
+                values = [self.values[t.name] for t in mine]
                 if values:
                     groups.append(
                         {"params": values, "module": module, "decay": decay, "lr": settings.lr,
@@ -52,11 +65,17 @@ class Optimizer:
         self.adamw = torch.optim.AdamW(groups, fused=True) if groups else None
         if self.adamw is not None:
             for t in trained:  # made now rather than at the first step, so that a checkpoint can load into it
-                self.adamw.state[t.value] = {
-                    "step": torch.zeros((), dtype=torch.float32, device=t.value.device),
-                    "exp_avg": torch.zeros_like(t.value),
-                    "exp_avg_sq": torch.zeros_like(t.value),
+                value = self.values[t.name]
+                self.adamw.state[value] = {
+                    "step": torch.zeros((), dtype=torch.float32, device=value.device),
+                    "exp_avg": torch.zeros_like(value),
+                    "exp_avg_sq": torch.zeros_like(value),
                 }
+
+    def _mine(self, t: Trained, whole: Tensor) -> Tensor:
+        """What this rank updates of a parameter (or of its gradient): all, with zero1 its rows."""
+        shards = self.shards.get(t.module)
+        return whole if shards is None else whole[slice(*shards.rows(len(whole)))]
 
     def step(self, plan: Plan, step: int, grads: Mapping[str, Tensor]) -> dict[str, float]:
         """Apply the gradients of a step and return the learning rates used."""
@@ -67,12 +86,26 @@ class Optimizer:
                 group["lr"] = rates[group["module"]]
                 group["weight_decay"] = settings.weight_decay if group["decay"] else 0.0
             for t in self.trained:
-                t.value.grad = grads[t.name]
+                self.values[t.name].grad = self._mine(t, grads[t.name])
             self.adamw.step()
+        for gather in self.gathers:
+            gather()
         return rates
 
     def state(self, t: Trained) -> dict[str, Tensor]:
-        """The optimizer's tensors of one parameter: step (scalar), exp_avg and exp_avg_sq (local shape)."""
+        """The optimizer's tensors of one parameter: step (scalar), exp_avg and exp_avg_sq.
+
+        The moments share storage with the live ones and are DTensors where each rank has a part of them, placed as the
+        parameter is, with zero1 by rows besides.
+        """
         assert self.adamw is not None
-        found: dict[str, Tensor] = self.adamw.state[t.value]
-        return found
+        live: dict[str, Tensor] = self.adamw.state[self.values[t.name]]
+        return {key: value if value.dim() == 0 else self._placed(t, value) for key, value in live.items()}
+
+    def _placed(self, t: Trained, moment: Tensor) -> Tensor:
+        shards, param = self.shards.get(t.module), t.param
+        if shards is not None:
+            return shards.placed(param, moment)
+        if not isinstance(param, DTensor):
+            return moment
+        return DTensor.from_local(moment, param.device_mesh, param.placements, shape=param.shape, stride=param.stride())

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor
@@ -77,38 +77,53 @@ class StageRunner:
         shape = (self.texts[microbatch].tokens, self.plan.model.language.hidden)
         self._inputs[microbatch] = self.mesh.forward.recv(shape, self.dtype, self.before, "forward", microbatch)
 
-    def _blocks(self, microbatch: int) -> Tensor:
+    def _blocks(self, microbatch: int, finish: Callable[[Tensor], Tensor] | None = None) -> Tensor:
         hidden = self._inputs.get(microbatch)
         if hidden is not None and self.wants_input_grads and torch.is_grad_enabled():
             hidden.requires_grad_()
         tokens = self._tokens.get(microbatch)
         if tokens is not None and self.projector is not None and tokens.numel():
             tokens = self.projector(tokens)
-        output: Tensor = self.language(self.texts[microbatch], hidden, tokens)
+        output: Tensor = self.language(self.texts[microbatch], hidden, tokens, finish)
         return output
 
     def forward(self, op: Op) -> None:
         """This stage's blocks; on the last stage the sum of the losses of the microbatch's targets."""
         microbatch = op.microbatch
-        output = self._blocks(microbatch)
+        targets = self.texts[microbatch].targets
+        output = self._blocks(microbatch, (lambda hidden: self.language.loss(hidden, targets)) if self.last else None)
         if self.last:
-            output = self.language.loss(output, self.texts[microbatch].targets)
             self.loss_sum += output.detach().double().cpu()
         self._outputs[microbatch] = output
 
     def write_forward(self, text: PackedText) -> Tensor | None:
-        """Pass whole sequences through this stage (generation); hidden [T, D] on the last stage, else None.
+        """Pass whole sequences through this stage (generation); on the last stage the logits [B, V] of what follows
+        each sequence, else None.
 
         Image tokens are those of the last `recv_tokens`.
         """
         self.texts = {0: text}
         if not self.first:
             self.recv_forward(Op("recv_forward", 0))
-        self._outputs[0] = self._blocks(0)
+        self._outputs[0] = self._blocks(0, self._next_logits(text) if self.last else None)
         if self.last:
             return self._outputs[0]
         self.send_forward(Op("send_forward", 0))
         return None
+
+    def _next_logits(self, text: PackedText) -> Callable[[Tensor], Tensor]:
+        ends = (torch.tensor(text.seqlens).cumsum(0) - 1).to(self.mesh.device)
+        return lambda hidden: self.language.logits(hidden[ends])
+
+    def accompany(self) -> None:
+        """A forward that is nobody's, for its collectives: where weights are sharded, replicas without sequences of
+        their own take part in gathering them for those that write."""
+        token = torch.zeros(1, dtype=torch.int64, device=self.mesh.device)
+        text = PackedText(token, token, token, (1,), token[:0], ("",))
+        hidden = None
+        if not self.first:
+            hidden = torch.zeros(1, self.plan.model.language.hidden, dtype=self.dtype, device=self.mesh.device)
+        self.language(text, hidden, None, self._next_logits(text) if self.last else None)
 
     def send_forward(self, op: Op) -> None:
         """Send activations to the stage after."""

@@ -47,9 +47,9 @@ class StepInput:
 class StepResult:
     """What a step gave, equal on every rank.
 
-    Empty without telemetry: `phases` [world][phase] seconds; `traffic[axis]` bytes that all ranks together handed to
-    communication since the step before reported; `communication[module]` (seconds, exposed): how long the module's
-    gradients were under way and how long of it a rank waited, each on the rank where it was longest.
+    Empty without telemetry: `phases` [world][phase] seconds; `traffic[axis]` bytes that each of `layout.groups(axis)`
+    handed to communication since the step before reported; `communication[module]` (seconds, exposed): how long the
+    module's gradients were under way and how long of it a rank waited, each on the rank where it was longest.
     """
 
     loss: float
@@ -60,7 +60,7 @@ class StepResult:
     commands: bool
     next_bad: frozenset[int]
     phases: list[list[float]]
-    traffic: dict[str, int]
+    traffic: dict[str, list[int]]
     communication: dict[str, tuple[float, float]]
 
 
@@ -82,6 +82,7 @@ class HybridStep:
 
     def __init__(self, plan: Plan, mesh: Mesh, built: Built, watch: Watch) -> None:
         self.plan, self.mesh, self.built, self.watch = plan, mesh, built, watch
+        self._groups = {axis: mesh.layout.groups(axis) for axis in AXES}
         self.encoder = EncoderRunner(plan, mesh, built.part) if mesh.place.vision >= 0 else None
         self.stage = StageRunner(plan, mesh, built.part) if mesh.place.role == "language" else None
         self._handlers: dict[str, Handler] = {}
@@ -99,9 +100,13 @@ class HybridStep:
         beside = kind == "encode_backward"
         names = [t.name for t in self.built.trained if (t.module in modules) == beside]
 
+        sharded = [s for name, s in self.built.sharded.items() if (name in modules) == beside]
+
         def handle(op: Op) -> None:
             if op == last:
                 self.built.reducer.arm(names)
+            for module in sharded:
+                module.before_backward(last=op == last)
             handler(op)
 
         return handle
@@ -128,8 +133,13 @@ class HybridStep:
         self._begin(batch)
         state: dict[str, StepResult] = {}
 
+        def reduce(_: Op) -> None:
+            self.end_sharded()
+            self.built.reducer.finish()
+
         def norm(_: Op) -> None:
             self.flush()
+            self.end_sharded()  # also where nothing trains and so nothing was reduced
             if inspect is not None:
                 inspect(self.built)
             state["result"] = self._norm(plan, batch, ride)
@@ -141,7 +151,7 @@ class HybridStep:
             result.lr = self.built.optimizer.step(plan, step, self.built.reducer.grads)
 
         handlers = self._handlers | {
-            "reduce": lambda _: self.built.reducer.finish(),
+            "reduce": reduce,
             "reduce_embedding": lambda _: self._reduce_embedding(),
             "norm": norm,
             "update": update,
@@ -155,7 +165,13 @@ class HybridStep:
         with torch.no_grad():
             run_ops(forward_ops(self.built.ops, microbatches), self._handlers, self.watch)
             self.flush()
+        self.end_sharded()
         return float(self.stage.loss_sum) if self.stage is not None and self.mesh.place.tp == 0 else 0.0
+
+    def end_sharded(self) -> None:
+        """Wait for gradients that FSDP2 sums, and drop the weights that it has gathered."""
+        for module in self.built.sharded.values():
+            module.finish()
 
     def _reduce_embedding(self) -> None:
         if self.mesh.embedding is not None and EMBEDDING in self.built.reducer.grads:
@@ -200,13 +216,16 @@ class HybridStep:
             communication=communication,
         )
 
-    @staticmethod
-    def _reported(rows: Tensor) -> tuple[list[list[float]], dict[str, int], dict[str, tuple[float, float]]]:
+    def _reported(self, rows: Tensor) -> tuple[list[list[float]], dict[str, list[int]], dict[str, tuple[float, float]]]:
         """Phases, traffic and communication from the ranks' rows; empty without telemetry."""
         if not rows.shape[0]:
             return [], {}, {}
         phases, traffic, seconds, exposed = rows.split((len(PHASES), len(AXES), len(MODULES), len(MODULES)), dim=1)
-        sums = {axis: int(b) for axis, b in zip(AXES, traffic.sum(0).tolist(), strict=True) if b}
+        sums = {
+            axis: [int(column[group].sum()) for group in self._groups[axis]]
+            for axis, column in zip(AXES, traffic.unbind(1), strict=True)
+            if column.any()
+        }
         longest = zip(MODULES, seconds.amax(0).tolist(), exposed.amax(0).tolist(), strict=True)
         return phases.tolist(), sums, {m: (s, e) for m, s, e in longest if s}
 

@@ -6,7 +6,7 @@ To add a rule, write a function that takes a plan and yields problems, and put i
 from __future__ import annotations
 
 from mmlab.plan.problems import Problem
-from mmlab.plan.rules import availability, cluster, general, layout, model
+from mmlab.plan.rules import availability, cluster, general, layout, lora, model, sharding
 from mmlab.plan.rules.common import Rule, check_platform
 from mmlab.plan.rules.engines import engine_count
 from mmlab.plan.schema import Plan
@@ -30,6 +30,11 @@ RULES: tuple[Rule, ...] = (
     general.something_trains,
     general.lanes,
     cluster.shared_memory,
+    lora.lora_targets,
+    lora.lora_rank,
+    lora.lora_frozen,
+    sharding.something_is_shared,
+    sharding.several_holders,
 )
 """All rules, in the order in which their problems are shown."""
 

@@ -1,0 +1,268 @@
+"""ZeRO (Rajbhandari et al. 2020) over the data-parallel ranks of a module.
+
+zero2 and zero3 are FSDP2 (`fully_shard`): parameters, gradients and optimizer state live as rows of each tensor, one
+share a rank; a unit (a decoder block) is gathered before it computes. zero2 keeps a gathered unit until its last
+backward of the step, zero3 gathers it anew for each backward. zero1 is our own: weights and gradients stay whole,
+each rank updates its rows and gathers the others' (`RowGather`). All three cut a tensor into the same rows, so
+checkpoints and comparisons know one form only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from itertools import pairwise
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
+from torch.distributed.tensor import DTensor, Placement, Shard
+from torch.distributed.tensor.placement_types import _StridedShard
+
+from mmlab.parallel.traffic import Traffic
+from mmlab.plan.holders import shared
+from mmlab.plan.layout import Layout
+from mmlab.plan.schema import MODULES
+
+
+@dataclass(frozen=True)
+class ShardGroup:
+    """The ranks that share one module's parameters out among them.
+
+    `mesh` is one-dimensional over the group. `grid` has the tensor group as its second dim where there is one (both
+    are slices of it), else it is `mesh`.
+    """
+
+    group: dist.ProcessGroup
+    rank: int
+    size: int
+    mesh: DeviceMesh
+    grid: DeviceMesh
+
+    def rows(self, count: int) -> tuple[int, int]:
+        """(first, one past last) of this rank's rows of `count`: as torch.chunk cuts, so late ranks may have none."""
+        share = -(-count // self.size)
+        return min(self.rank * share, count), min((self.rank + 1) * share, count)
+
+    def placed(self, param: Tensor, rows: Tensor) -> DTensor:
+        """This rank's rows of `param`, or of a moment of it, as a DTensor, as FSDP2 has it."""
+        if not isinstance(param, DTensor):
+            placements: tuple[Placement, ...] = (Shard(0),)
+            return DTensor.from_local(rows, self.mesh, placements, shape=param.shape, stride=param.stride())
+        (tensor_dim,) = param.placements
+        split = isinstance(tensor_dim, Shard) and tensor_dim.dim == 0
+        first = _StridedShard(0, split_factor=param.device_mesh.size()) if split else Shard(0)
+        return DTensor.from_local(rows, self.grid, (first, tensor_dim), shape=param.shape, stride=param.stride())
+
+
+def shard_groups(
+    layout: Layout, rank: int, device: torch.device, tp_group: dist.ProcessGroup | None, timeout: timedelta
+) -> dict[str, ShardGroup]:
+    """The rank's group for each module that the plan shares out; all ranks together make all groups.
+
+    They are groups of their own: FSDP2 and the reducer of what is whole must not depend on each other's order.
+    """
+    plan = layout.plan
+    found: dict[str, ShardGroup] = {}
+    for module in MODULES:
+        if plan.parallel.engine != "native" or not shared(plan, module):
+            continue
+        for ranks in layout.copies(module):
+            group = dist.new_group(ranks, timeout=timeout)
+            if rank in ranks:
+                found[module] = _shard_group(
+                    layout, rank, ranks, group, device, tp_group if module == "language" else None
+                )
+    return found
+
+
+def _shard_group(
+    layout: Layout,
+    rank: int,
+    ranks: list[int],
+    group: dist.ProcessGroup,
+    device: torch.device,
+    tp_group: dist.ProcessGroup | None,
+) -> ShardGroup:
+    if tp_group is None:
+        mesh = DeviceMesh.from_group(group, device.type, mesh_dim_names=("dp",))
+        return ShardGroup(group, ranks.index(rank), len(ranks), mesh, mesh)
+    # FSDP2 joins the two meshes, which must be slices of one. Tensor ranks are neighbours.
+    first = [other - layout.place(rank).tp for other in ranks]
+    table = [[start + tp for tp in range(layout.plan.parallel.tp)] for start in first]
+    grid = DeviceMesh.from_group([group, tp_group], device.type, mesh=table, mesh_dim_names=("dp", "tp"))
+    return ShardGroup(group, ranks.index(rank), len(ranks), grid["dp"], grid)
+
+
+class _Gathers(AllGather):
+    """Counted all-gathers; on CPU they go on while the rank computes (on CUDA FSDP2 has streams for that)."""
+
+    def __init__(self, traffic: Traffic, on_cpu: bool) -> None:
+        self.traffic, self.on_cpu = traffic, on_cpu
+
+    def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Memory for what is gathered."""
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
+    ) -> dist.Work | None:
+        """Start; FSDP2 waits before it uses the result."""
+        self.traffic.add("sharding", input_tensor)
+        return dist.all_gather_into_tensor(output_tensor, input_tensor, group=group, async_op=async_op or self.on_cpu)
+
+
+class _Reductions(ReduceScatter):
+    """Counted reduce-scatters; `started` says whether they go on while backward does, until `wait`.
+
+    That is for CPU, and only where gradients are summed once a step: FSDP2 would add a second one to the first as soon
+    as it has started.
+    """
+
+    def __init__(self, traffic: Traffic, started: bool) -> None:
+        self.traffic, self.started = traffic, started
+        self._pending: list[tuple[dist.Work, Tensor]] = []
+
+    def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Memory for input and output."""
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(
+        self,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
+        group: dist.ProcessGroup,
+        op: Any,
+        async_op: bool = False,
+    ) -> dist.Work | None:
+        """Sum, or start to."""
+        self.traffic.add("sharding", input_tensor)
+        work = dist.reduce_scatter_tensor(
+            output_tensor, input_tensor, op=op, group=group, async_op=async_op or self.started
+        )
+        if self.started and work is not None:
+            self._pending.append((work, input_tensor))
+        return work
+
+    def wait(self) -> None:
+        """Wait until every gradient is there."""
+        for work, _ in self._pending:
+            work.wait()
+        self._pending.clear()
+
+
+class Sharded:
+    """A module under FSDP2.
+
+    Args:
+        module: whose parameters are to be sharded; its `forward` must contain every use of those in no unit.
+        chains: submodules that are gathered one by one, in the order in which they run: while one computes, the next is
+            on its way. What is left of `module` is one more unit, gathered while `module` runs.
+        shards: the ranks.
+        traffic: where bytes are counted.
+        keep: keep what is gathered until the last backward of a step (zero2) rather than gather it anew (zero3).
+        each: sum gradients after every backward rather than once a step.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        chains: Sequence[Sequence[nn.Module]],
+        shards: ShardGroup,
+        traffic: Traffic,
+        *,
+        keep: bool,
+        each: bool,
+    ) -> None:
+        self.keep, self.each = keep, each
+        units = [fully_shard(unit, mesh=shards.mesh, reshard_after_forward=not keep) for c in chains for unit in c]
+        # What the module itself holds (table, final norm) is needed again as soon as backward begins.
+        self.module = fully_shard(module, mesh=shards.mesh, reshard_after_forward=not (keep or units))
+        self.units: list[FSDPModule] = [self.module, *units]
+        on_cpu = shards.mesh.device_type == "cpu"
+        self._reductions = _Reductions(traffic, started=on_cpu and not each)
+        for unit in self.units:
+            # The loss is a sum over the global count (decision 7): gradients are summed, and without this FSDP2 asks
+            # for a product with 1.0 that gloo does not have.
+            unit.set_gradient_divide_factor(1.0)
+            unit.set_force_sum_reduction_for_comms(True)
+            unit.set_custom_all_gather(_Gathers(traffic, on_cpu))
+            unit.set_custom_reduce_scatter(self._reductions)
+        self.module.set_reduce_scatter_unused_params(True)  # the same reductions on ranks with and without an image
+        for chain in chains:
+            for before, after in pairwise(cast(Sequence[FSDPModule], chain)):
+                before.set_modules_to_forward_prefetch([after])
+                after.set_modules_to_backward_prefetch([before])
+        if chains and chains[0]:
+            self.module.set_modules_to_forward_prefetch([cast(FSDPModule, chains[0][0])])
+
+    def before_backward(self, last: bool) -> None:
+        """Say whether the coming backward is the step's last: gradients are reduced then."""
+        self.module.set_is_last_backward(last)
+        self.module.set_requires_gradient_sync(last or self.each)
+        self.module.set_reshard_after_backward(last or not self.keep)
+
+    def finish(self) -> None:
+        """Wait for the gradients, and drop what is gathered where a forward had no backward."""
+        self._reductions.wait()
+        for unit in self.units:
+            unit.reshard()
+
+
+class RowGather:
+    """The end of a zero1 step: every rank's updated rows of every parameter, on all ranks.
+
+    `wholes` are the local tensors (of one dtype) of the parameters; a parameter's rows are `shards.rows(len(whole))`.
+    `bytes_` bounds what one collective carries and so the memory it needs besides.
+    """
+
+    def __init__(self, wholes: Iterable[Tensor], shards: ShardGroup, bytes_: float) -> None:
+        self.shards = shards
+        self.buckets: list[list[Tensor]] = []
+        size = 0.0
+        for whole in wholes:
+            added = whole.numel() * whole.element_size()
+            if not self.buckets or size + added > bytes_:
+                self.buckets.append([])
+                size = 0.0
+            self.buckets[-1].append(whole)
+            size += added
+
+    def _parts(self, bucket: list[Tensor], flat: Tensor) -> tuple[list[Tensor], list[Tensor]]:
+        """The rows of all ranks: where they lie in the parameters and in the flat [size, share] tensor."""
+        there, here = [], []
+        offset = 0
+        for whole in bucket:
+            share = -(-len(whole) // self.shards.size)
+            rows = whole.split(share)  # fewer than ranks where there are fewer rows
+            width = share * (whole[0].numel() if len(whole) else 0)
+            there += rows
+            here += [flat[rank, offset : offset + part.numel()].view_as(part) for rank, part in enumerate(rows)]
+            offset += width
+        return there, here
+
+    def __call__(self) -> None:
+        """Gather; all ranks of the group together."""
+        under_way = []
+        for bucket in self.buckets:
+            share = sum(-(-len(whole) // self.shards.size) * whole[0].numel() for whole in bucket)
+            flat = bucket[0].new_empty(self.shards.size, share)
+            offset = 0
+            for whole in bucket:
+                first, last = self.shards.rows(len(whole))
+                mine = whole[first:last]
+                flat[self.shards.rank, offset : offset + mine.numel()].copy_(mine.reshape(-1))
+                offset += -(-len(whole) // self.shards.size) * whole[0].numel()
+            work = dist.all_gather_into_tensor(
+                flat.view(-1), flat[self.shards.rank].clone(), group=self.shards.group, async_op=True
+            )
+            under_way.append((bucket, flat, work))
+        for bucket, flat, work in under_way:
+            work.wait()
+            there, here = self._parts(bucket, flat)
+            torch._foreach_copy_(there, here)
