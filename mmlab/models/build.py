@@ -29,12 +29,12 @@ class Part:
     """The image encoder."""
     projector: bool = False
     """The projector."""
-    layers: range | None = None
-    """Decoder blocks by index; None means no part of the decoder."""
+    chunks: tuple[range, ...] = ()
+    """Decoder blocks by index, a range for each model chunk; none means no part of the decoder."""
     embed: bool = False
-    """The embedding of token ids (first stage)."""
+    """The embedding of token ids (with the first stage)."""
     head: bool = False
-    """The final norm and output layer (last stage)."""
+    """The final norm and output layer (with the last stage)."""
 
 
 class PartModel(nn.Module):
@@ -84,8 +84,8 @@ def build_part(
         vision = VisionEncoder(plan.model.vision, make, formats["vision"], recompute=recompute)
     if part.projector:
         projector = Projector(make, formats["projector"])
-    if part.layers is not None:
-        parts = StageParts(part.layers, part.embed, part.head)
+    if part.chunks:
+        parts = StageParts(part.chunks, part.embed, part.head)
         language = DecoderStage(plan.model.language, parts, make, tp, formats["language"], recompute=recompute)
     model = PartModel(vision, projector, language)
     adapt(model, plan, make)
@@ -96,5 +96,6 @@ def build_part(
 
 def plain_model(plan: Plan, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu") -> PartModel:
     """The whole model on one rank: what every layout must agree with."""
-    everything = Part(vision=True, projector=True, layers=range(plan.model.language.layers), embed=True, head=True)
+    chunks = (range(plan.model.language.layers),)
+    everything = Part(vision=True, projector=True, chunks=chunks, embed=True, head=True)
     return build_part(plan, everything, TensorGroup(), dtype, device)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import chain
 
 import torch
 import torch.nn.functional as F
@@ -136,14 +137,14 @@ class Block(nn.Module):
 
 @dataclass(frozen=True)
 class StageParts:
-    """Which parts of the decoder a stage holds."""
+    """Which parts of the decoder a rank holds."""
 
-    layers: range
-    """Decoder blocks, by their index in the whole model."""
+    chunks: tuple[range, ...]
+    """Decoder blocks of each model chunk, by their index in the whole model."""
     embed: bool
-    """The embedding of token ids (first stage)."""
+    """The embedding of token ids, before the first chunk (with the first stage)."""
     head: bool
-    """The final norm and the output layer (last stage)."""
+    """The final norm and the output layer (with the last stage)."""
 
 
 class Embedding(Table):
@@ -159,21 +160,21 @@ class Embedding(Table):
 
 
 class Backbone(nn.Module):
-    """What a stage holds below the name that Hugging Face checkpoints give it (`model.`)."""
+    """What a rank holds below the name that Hugging Face checkpoints give it (`model.`)."""
 
     def __init__(self, config: LanguageConfig, parts: StageParts, make: MakeParameter, tp: TensorGroup) -> None:
         super().__init__()
         table = parts.embed or (parts.head and config.tied_embeddings)
         self.embed_tokens = Embedding(make, EMBED_TOKENS.removesuffix(".weight"), tp) if table else None
-        blocks = {str(i): Block(config, make, f"{LANGUAGE}model.layers.{i}", tp) for i in parts.layers}
-        self.layers = nn.ModuleDict(blocks)
+        layers = chain.from_iterable(parts.chunks)
+        self.layers = nn.ModuleDict({str(i): Block(config, make, f"{LANGUAGE}model.layers.{i}", tp) for i in layers})
         self.norm = RMSNorm(make, FINAL_NORM.removesuffix(".weight"), config.norm_eps) if parts.head else None
 
 
 class DecoderStage(nn.Module):
-    """A contiguous part of the decoder; parameters keep their names in the whole model.
+    """One or more contiguous parts of the decoder (model chunks); parameters keep their names in the whole model.
 
-    With tied embeddings a stage with the head but without the embedding holds a copy of the table, under the table's
+    With tied embeddings a rank with the head but without the embedding holds a copy of the table, under the table's
     name; its gradient is to be summed with the first stage's.
     """
 
@@ -202,21 +203,23 @@ class DecoderStage(nn.Module):
         hidden: Tensor | None = None,
         image_tokens: Tensor | None = None,
         finish: Callable[[Tensor], Tensor] | None = None,
+        chunk: int = 0,
     ) -> Tensor:
-        """Run the stage's blocks over a microbatch.
+        """Run the blocks of one chunk over a microbatch.
 
         Args:
             text: the packed sequences (T tokens).
-            hidden: [T, D] from the stage before; None on the stage that embeds.
+            hidden: [T, D] from the stage before; None for the chunk that embeds.
             image_tokens: [N * P, D] or [N, P, D] for `text.image_positions`; only on the stage that embeds. None or
                 empty without images.
             finish: `loss` or `logits` of the last stage with what else they need; sharded parameters are whole only
                 while `forward` runs.
+            chunk: which of the rank's model chunks.
 
         Returns:
             [T, D], before the final norm, in the computation's format; with `finish` what that returns.
         """
-        if self.parts.embed:
+        if self.parts.embed and chunk == 0:
             hidden = self._embed(text, image_tokens)
         elif hidden is None:
             raise ValueError("a stage that does not embed needs the hidden states of the stage before")
@@ -224,8 +227,8 @@ class DecoderStage(nn.Module):
         if self.always_grad and torch.is_grad_enabled() and not hidden.requires_grad:
             hidden.requires_grad_()
         sequences = Sequences.of(text, self.config.head_dim, self.config.rope_theta, self.dtype)
-        for block in self.model.layers.values():
-            hidden = run_block(block, self.recompute, hidden, sequences)
+        for layer in self.parts.chunks[chunk]:
+            hidden = run_block(self.model.layers[str(layer)], self.recompute, hidden, sequences)
         return hidden if finish is None else finish(hidden)
 
     def chains(self) -> list[list[nn.Module]]:
@@ -248,7 +251,7 @@ class DecoderStage(nn.Module):
         table = self.lm_head or self.model.embed_tokens
         assert self.model.norm is not None
         assert table is not None
-        return F.linear(copy_to_group(self.model.norm(hidden), self.tp), local(table.weight, hidden.dtype))
+        return table.project(copy_to_group(self.model.norm(hidden), self.tp))
 
     def loss(self, hidden: Tensor, targets: Tensor) -> Tensor:
         """Sum of the cross entropies of the positions with a target.

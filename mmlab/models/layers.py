@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from mmlab.models.initial import MakeParameter
+from mmlab.parallel.deferred import WeightQueue, deferred_linear
 from mmlab.parallel.tensor import local
 
 
@@ -27,13 +28,25 @@ class Table(nn.Module):
     def __init__(self, make: MakeParameter, name: str) -> None:
         super().__init__()
         self.weight = make(f"{name}.weight")
+        self.queue: WeightQueue | None = None
+
+    def project(self, x: Tensor) -> Tensor:
+        """Products with every row: [..., D] -> [..., V] in the format of `x`."""
+        return _product(x, self.weight, None, self.queue)
+
+
+def _product(x: Tensor, weight: Tensor, bias: Tensor | None, queue: WeightQueue | None) -> Tensor:
+    if queue is not None and weight.requires_grad and torch.is_grad_enabled():
+        return deferred_linear(x, weight, bias, queue)
+    return F.linear(x, local(weight, x.dtype), bias)
 
 
 class Linear(nn.Module):
     """x [..., I] -> x W^T + b [..., O], with the names of torch.nn.Linear; the bias is optional.
 
     After `adapt`, (alpha / r) x A^T B^T is added (LoRA, Hu et al. 2021). Under tensor parallelism the factor that meets
-    a split dim of W is split with it, so the layer's own collectives serve the adapter too.
+    a split dim of W is split with it, so the layer's own collectives serve the adapter too. `queue` may put off the
+    weight's half of backward (`defer_weights`).
     """
 
     def __init__(self, make: MakeParameter, name: str, *, bias: bool = True) -> None:
@@ -43,6 +56,7 @@ class Linear(nn.Module):
         self.lora_A: Table | None = None
         self.lora_B: Table | None = None
         self.lora_scale = 0.0
+        self.queue: WeightQueue | None = None
 
     def adapt(self, make: MakeParameter, name: str, scale: float) -> None:
         """Add an adapter; `scale` is alpha / r."""
@@ -52,11 +66,17 @@ class Linear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Compute in the format of `x`."""
         bias = None if self.bias is None else local(self.bias, x.dtype)
-        y = F.linear(x, local(self.weight, x.dtype), bias)
+        y = _product(x, self.weight, bias, self.queue)
         if self.lora_A is None or self.lora_B is None:
             return y
-        low = F.linear(x, local(self.lora_A.weight, x.dtype)) * self.lora_scale
-        return y + F.linear(low, local(self.lora_B.weight, x.dtype))
+        return y + self.lora_B.project(self.lora_A.project(x) * self.lora_scale)
+
+
+def defer_weights(module: nn.Module, queue: WeightQueue) -> None:
+    """Let `queue` put off the weight gradients of all linear layers of a module (zero-bubble schedules)."""
+    for each in module.modules():
+        if isinstance(each, Linear | Table):
+            each.queue = queue
 
 
 class LayerNorm(nn.Module):

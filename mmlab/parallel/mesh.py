@@ -60,13 +60,16 @@ class Mesh:
         return len(self.layout.places)
 
 
-def _my_group(groups: list[list[int]], rank: int) -> dist.ProcessGroup | None:
-    """Make all groups (every rank takes part in making each) and return this rank's; groups of one are none."""
+def _my_group(groups: list[list[int]], rank: int, what: str) -> dist.ProcessGroup | None:
+    """Make all groups (every rank takes part in making each) and return this rank's; groups of one are none.
+
+    `what` they are for is what a diagnosis of a stuck run calls them.
+    """
     mine = None
     for ranks in groups:
         if len(ranks) < 2:
             continue
-        group = dist.new_group(ranks, timeout=GROUP_TIMEOUT)
+        group = dist.new_group(ranks, timeout=GROUP_TIMEOUT, group_desc=what)
         if rank in ranks:
             mine = group
     return mine
@@ -97,12 +100,15 @@ def build_mesh(plan: Plan, layout: Layout, rank: int, store: dist.Store | None, 
         device_id=device if device.type == "cuda" else None,
     )  # fmt: skip
     everyone = list(range(len(layout.places)))
-    forward, backward, control = (dist.new_group(everyone, timeout=GROUP_TIMEOUT) for _ in range(3))
-    tp_group = _my_group(layout.tp_groups, rank)
-    dp_group = _my_group(layout.dp_groups, rank)
-    vision_group = _my_group([layout.vision_ranks], rank)
+    forward, backward, control = (_my_group([everyone], rank, what) for what in ("forward", "backward", "control"))
+    forward_down = backward_down = None
+    if plan.parallel.chunks_per_rank > 1:
+        forward_down, backward_down = (_my_group([everyone], rank, f"{what} down") for what in ("forward", "backward"))
+    tp_group = _my_group(layout.tp_groups, rank, "tp")
+    dp_group = _my_group(layout.dp_groups, rank, "dp")
+    vision_group = _my_group([layout.vision_ranks], rank, "vision")
     tied = plan.model.language.tied_embeddings
-    embedding = _my_group(layout.embedding_groups if tied else [], rank)
+    embedding = _my_group(layout.embedding_groups if tied else [], rank, "embedding")
     shards = shard_groups(layout, rank, device, tp_group, GROUP_TIMEOUT)
     tp = alone
     if tp_group is not None:
@@ -116,7 +122,8 @@ def build_mesh(plan: Plan, layout: Layout, rank: int, store: dist.Store | None, 
     }
     return Mesh(
         layout, place, device, control, tp, reductions, embedding,
-        Link(forward, rank, device, traffic), Link(backward, rank, device, traffic), traffic, shards,
+        Link(forward, rank, device, traffic, forward_down),
+        Link(backward, rank, device, traffic, backward_down), traffic, shards,
     )  # fmt: skip
 
 

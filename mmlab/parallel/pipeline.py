@@ -22,6 +22,8 @@ PHASE_OF = {
     "send_backward": "pipeline",
     "forward": "forward",
     "backward": "backward",
+    "backward_input": "backward",
+    "backward_weight": "backward",
     "reduce": "reduce",
     "reduce_embedding": "reduce",
     "norm": "reduce",
@@ -36,7 +38,7 @@ FORWARD_KINDS = frozenset({"encode", "send_tokens", "recv_tokens", "recv_forward
 def run_ops(ops: Sequence[Op], handlers: Mapping[str, Handler], watch: Watch) -> None:
     """Run ops in order; each handler gets its op. KeyError when a kind has no handler."""
     for op in ops:
-        with watch.timed(PHASE_OF[op.kind], op.kind, op.microbatch):
+        with watch.timed(PHASE_OF[op.kind], op):
             handlers[op.kind](op)
 
 

@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from mmlab.messages import PHASES, Beacon
+from mmlab.plan.ops import Op
 
 _INDEX = {phase: index for index, phase in enumerate(PHASES)}
 
@@ -30,7 +31,7 @@ class Watch:
         self.phase = "start"
         self.step = 0
         self.seconds = [0.0] * len(PHASES)
-        self._ops: list[tuple[str, int, float, float]] | None = None
+        self._ops: list[tuple[Op, float, float]] | None = None
         self._nested = 0.0
         self._began = time.perf_counter()
         self._epoch = time.time()
@@ -58,25 +59,25 @@ class Watch:
             self.fault(self.step, phase)
 
     @contextmanager
-    def timed(self, phase: str, kind: str = "", microbatch: int = -1) -> Iterator[None]:
-        """Time a phase, without the time of phases nested in it; `kind` names the op in the trace."""
+    def timed(self, phase: str, op: Op | None = None) -> Iterator[None]:
+        """Time a phase, without the time of phases nested in it; an `op` goes into the trace."""
         before, outer, self._nested = self.phase, self._nested, 0.0
-        self.enter(phase, microbatch)
+        self.enter(phase, op.microbatch if op is not None else -1)
         start = time.perf_counter()
         yield  # after an exception the beacon and `phase` go on naming the phase that failed
         end = time.perf_counter()
         if self.telemetry:
             self.seconds[_INDEX[phase]] += end - start - self._nested
         self._nested = outer + end - start
-        if self._ops is not None and kind:
-            self._ops.append((kind, microbatch, start - self._began, end - self._began))
+        if self._ops is not None and op is not None:
+            self._ops.append((op, start - self._began, end - self._began))
         self.enter(before)
 
     def end_step(self) -> None:
         """Write the trace of a traced step."""
         if self._ops is None or self.trace is None:
             return
-        ops = [[kind, m, round(start, 6), round(end, 6)] for kind, m, start, end in self._ops]
+        ops = [[op.kind, op.microbatch, round(start, 6), round(end, 6), op.chunk] for op, start, end in self._ops]
         line = {"step": self.step, "t0": round(self._epoch, 6), "ops": ops}
         with open(self.trace, "a") as file:
             file.write(json.dumps(line, separators=(",", ":")) + "\n")

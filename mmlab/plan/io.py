@@ -50,7 +50,7 @@ def _wrong(error: ValidationError) -> list[str]:
     """One line for each field with a wrong type or value."""
     lines = []
     for item in error.errors(include_url=False):
-        name = ".".join(str(part) for part in item["loc"])
+        name = ".".join(part for part in item["loc"] if isinstance(part, str))  # numbers count within a list
         key = known_keys().get(name)
         expects = key.expects if key else "a table"
         note = f" ({key.doc})" if key else ""

@@ -44,6 +44,8 @@ class Key:
         """What the field may hold, as a noun phrase: "a whole number, at least 1"."""
         if self.choices:
             return "one of " + ", ".join(str(choice) for choice in self.choices)
+        if self.kind not in _KINDS:
+            return "a list of whole numbers, each at least 1"
         return _KINDS[self.kind] + self.bounds
 
 

@@ -14,6 +14,7 @@ from typing import Any, Literal
 
 from mmlab.plan.placement import layout_html, layout_svg, layout_text
 from mmlab.plan.schema import Plan
+from mmlab.plan.stages import stages_of
 
 
 @dataclass(frozen=True)
@@ -48,6 +49,8 @@ class Layout:
         encoders = {"own_ranks": self.first, "first_stage": grid, "all_ranks": grid * p.pp}[p.vision]
         self.vision_ranks = list(range(encoders))
         """Ranks that encode images: `vision_ranks[place.vision]` is the rank of a place (the index is the rank)."""
+        self.stages = stages_of(plan)
+        """How the decoder is cut into stages, and which rank of a pipeline holds which."""
         nodes = _pack(plan, self.first)
         self.places = [self._make(rank, node) for rank, node in enumerate(nodes)]
         """The place of every rank, in rank order."""
@@ -88,11 +91,11 @@ class Layout:
                 raise IndexError(f"{name} {value} is outside 0..{size - 1}")
         return self.first + ((pp * p.dp + dp) * p.cp + cp) * p.tp + tp
 
-    def stage_ranks(self, stage: int) -> list[int]:
-        """All ranks of a pipeline stage."""
+    def stage_ranks(self, pp: int) -> list[int]:
+        """All ranks at one position of their pipelines."""
         p = self.plan.parallel
         size = p.dp * p.cp * p.tp
-        start = self.rank_of(pp=stage)
+        start = self.rank_of(pp=pp)
         return list(range(start, start + size))
 
     def encoders_of(self, replica: int) -> list[int]:
@@ -105,12 +108,17 @@ class Layout:
         """Ranks of a replica's first stage, which image tokens go to: cp-major, then tp."""
         return [self.rank_of(pp=0, dp=replica, **at) for at in self._grid("cp", "tp")]
 
-    def layers_of(self, stage: int) -> range:
-        """Decoder blocks of a stage: contiguous, as even as possible, earlier stages take the extra ones."""
-        layers, stages = self.plan.model.language.layers, self.plan.parallel.pp
-        share, extra = divmod(layers, stages)
-        start = stage * share + min(stage, extra)
-        return range(start, start + share + (stage < extra))
+    def layers_of(self, pp: int) -> list[range]:
+        """Decoder blocks of a rank at position `pp` of its pipeline: one range for each of its model chunks."""
+        return [self.stages.layers[stage] for stage in self.stages.of(pp)]
+
+    def embeds(self, place: Place) -> bool:
+        """Whether a rank holds the first stage: the embedding, and what comes from the encoder."""
+        return place.pp == self.stages.holders[0][0]
+
+    def heads(self, place: Place) -> bool:
+        """Whether a rank holds the last stage: the final norm, the output layer and the loss."""
+        return place.pp == self.stages.last_pp
 
     def _grid(self, *axes: str) -> list[dict[str, int]]:
         sizes = [range(getattr(self.plan.parallel, axis)) for axis in axes]
@@ -150,8 +158,10 @@ class Layout:
 
     @cached_property
     def embedding_groups(self) -> list[list[int]]:
-        """First and last stage of each pipeline, which share the embedding table; none with a single stage."""
-        return [[pipe[0], pipe[-1]] for pipe in self.pipelines] if self.plan.parallel.pp > 1 else []
+        """The ranks of first and last stage of each pipeline, which share the embedding table; none where one rank
+        holds both."""
+        last = self.stages.last_pp
+        return [[pipe[0], pipe[last]] for pipe in self.pipelines] if last > 0 else []
 
     def groups(self, axis: str) -> list[list[int]]:
         """The ranks that talk to each other on an axis of `mmlab.messages.AXES`; groups of one are left out.

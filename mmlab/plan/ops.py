@@ -8,11 +8,13 @@ from typing import Literal, NamedTuple
 Kind = Literal[
     "encode", "send_tokens", "recv_token_grads", "encode_backward",
     "recv_tokens", "recv_forward", "forward", "send_forward",
-    "recv_backward", "backward", "send_backward", "send_token_grads",
+    "recv_backward", "backward", "backward_input", "send_backward", "send_token_grads", "backward_weight",
     "reduce", "reduce_embedding", "norm", "update",
 ]  # fmt: skip
 
-COMPUTE = frozenset({"encode", "forward", "backward", "encode_backward"})
+PASSES = frozenset({"forward", "backward", "backward_input", "backward_weight"})
+"""Passes of a microbatch through a stage."""
+COMPUTE = PASSES | {"encode", "encode_backward"}
 """Kinds that compute; the others move or reduce data, except `update`."""
 
 
@@ -25,6 +27,10 @@ class Op:
     images an encoder rank owns is said by the step manifest. Encoder ops of microbatch m stand for microbatch m of
     every replica. `chunk` is the rank's own index of the model chunk (0 where a rank holds one piece of the decoder).
     Gradients of image tokens leave from tensor rank 0 only, since they are equal on all.
+
+    `chunk` says which of the rank's model chunks the op belongs to (0 where it has one): that which computes, whose
+    output is sent or for whose input is received. A zero-bubble schedule has `backward_input` and `backward_weight` in
+    the place of `backward`. Between two chunks of one rank nothing is sent.
 
     `reduce` collects the rank's gradients and sums them over its data-parallel group (which may be the rank alone),
     `reduce_embedding` sums those of a table that first and last stage share, `norm` is the one reduction over all

@@ -14,6 +14,8 @@ COLOURS = {
     "encode_backward": "#cc79a7",
     "forward": "#56b4e9",
     "backward": "#e69f00",
+    "backward_input": "#e69f00",
+    "backward_weight": "#f0e442",
     "update": "#0072b2",
     "reduce": "#d55e00",
     "reduce_embedding": "#d55e00",
@@ -27,6 +29,8 @@ NAMES = {
     "encode_backward": "encoder backward",
     "forward": "forward",
     "backward": "backward",
+    "backward_input": "backward, inputs",
+    "backward_weight": "backward, weights",
     "update": "update",
     "reduce": "reduce gradients",
     "reduce_embedding": "reduce gradients",
@@ -64,7 +68,9 @@ def _bar(timed: Timed, x: float, width: float, y: float, unit: str) -> str:
     low = op.kind.startswith("recv")
     share = 1.0 if op.kind in COMPUTE or op.kind == "update" else 0.3 if low else 0.66
     height, top = _ROW * share, y + _ROW * (1 - share) / 2
-    about = f"{op.kind}{f' {op.microbatch}' if op.microbatch >= 0 else ''}: {timed.start:.4g} to {timed.end:.4g} {unit}"
+    chunk = f" chunk {op.chunk}" if op.chunk else ""
+    which = f" {op.microbatch}{chunk}" if op.microbatch >= 0 else ""
+    about = f"{op.kind}{which}: {timed.start:.4g} to {timed.end:.4g} {unit}"
     edge = ' stroke="#fff" stroke-width="0.75"' if width > 2.5 and not low else ""
     text = ""
     if op.kind in COMPUTE and op.microbatch >= 0 and width >= 6.3 * len(str(op.microbatch)) + 2:
@@ -73,7 +79,8 @@ def _bar(timed: Timed, x: float, width: float, y: float, unit: str) -> str:
             f'fill="{INK}">{op.microbatch}</text>'
         )
     rect = f'<rect x="{x:.2f}" y="{top:.1f}" width="{max(width, 0.6):.2f}" height="{height:.1f}"'
-    return f'<g><title>{escape(about)}</title>{rect} fill="{_colour(op.kind)}"{edge}/>{text}</g>'
+    paler = f' fill-opacity="{max(0.25, 0.55**op.chunk):.2g}"' if op.chunk and op.kind in COMPUTE else ""
+    return f'<g><title>{escape(about)}</title>{rect} fill="{_colour(op.kind)}"{paler}{edge}/>{text}</g>'
 
 
 def _legend(kinds: Sequence[str], y: float) -> str:
@@ -121,6 +128,8 @@ def schedule_svg(timeline: Timeline, title: str = "", labels: Sequence[str] = ()
                 parts.append(_bar(timed, left + timed.start * scale, (timed.end - timed.start) * scale, y, unit))
     heading = escape(title or "schedule")
     summary = f"bubble {bubble(timeline):.0%} of the stages' time · step {span:.3g} {unit}"
+    if any(timed.op.chunk for ops in timeline for timed in ops):
+        summary += " · paler: a rank's further model chunks"
     kinds = sorted({timed.op.kind for ops in timeline for timed in ops})
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:.0f} {height:.0f}" width="{width:.0f}" '
@@ -151,6 +160,8 @@ def _axis(span: float, unit: str, left: float, scale: float, bottom: float) -> s
 _LETTERS = {
     "forward": "F",
     "backward": "B",
+    "backward_input": "B",
+    "backward_weight": "W",
     "encode": "E",
     "encode_backward": "G",
     "reduce": "r",
@@ -161,7 +172,8 @@ _LETTERS = {
 
 
 def schedule_text(timeline: Timeline, labels: Sequence[str] = (), columns: int = 96) -> str:
-    """The chart in characters: F forward, B backward, E encode, G encoder backward, each with its microbatch."""
+    """The chart in characters: F forward, B backward (of the inputs alone where there is W, that of the weights), E
+    encode, G encoder backward, each with its microbatch; small letters stand for a rank's further model chunks."""
     labels = list(labels) or [f"rank {rank}" for rank in range(len(timeline))]
     span = max((timed.end for ops in timeline for timed in ops), default=0.0) or 1.0
     width = max((len(label) for label in labels), default=0)
@@ -175,11 +187,15 @@ def schedule_text(timeline: Timeline, labels: Sequence[str] = (), columns: int =
             start = min(columns - 1, round(timed.start / span * columns))
             cells = max(1, min(columns, round(timed.end / span * columns)) - start)
             number = str(timed.op.microbatch) if kind in COMPUTE else ""
-            text = (_LETTERS[kind] + number).ljust(cells, "-" if kind in COMPUTE else _LETTERS[kind])[:cells]
+            letter = _LETTERS[kind].lower() if timed.op.chunk else _LETTERS[kind]
+            text = (letter + number).ljust(cells, "-" if kind in COMPUTE else _LETTERS[kind])[:cells]
             row[start : start + cells] = list(text)
         lines.append(f"{label.ljust(width)} |{''.join(row)}|")
+    kinds = {timed.op.kind for ops in timeline for timed in ops}
+    split = "B backward of inputs, W of weights" if "backward_weight" in kinds else "B backward"
+    chunks = "f, b further model chunks, " if any(timed.op.chunk for ops in timeline for timed in ops) else ""
     lines.append(
-        f"F forward, B backward, E encode, G encoder backward, r reduce, n norm, u update; "
+        f"F forward, {split}, {chunks}E encode, G encoder backward, r reduce, n norm, u update; "
         f"bubble {bubble(timeline):.0%} of the stages' time"
     )
     return "\n".join(lines)

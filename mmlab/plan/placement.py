@@ -34,13 +34,13 @@ def _layers(layout: Layout, place: Place) -> str:
     encoder = f"encoder 0-{model.vision.layers - 1}" + (", projector" if beside else "")
     if place.role == "vision":
         return encoder
-    blocks = layout.layers_of(place.pp)
-    names = f"{blocks[0]}-{blocks[-1]}" if len(blocks) > 1 else ", ".join(map(str, blocks))
+    ranges = ((blocks[0], blocks[-1]) for blocks in layout.layers_of(place.pp))
+    chunks = (f"{first}-{last}" if last > first else str(first) for first, last in ranges)
     parts = [encoder] if place.vision >= 0 else []
-    parts += ["projector"] if place.pp == 0 and not beside else []
-    parts += ["embedding"] if place.pp == 0 else []
-    parts += [f"blocks {names}"] if blocks else []
-    return ", ".join([*parts, "head"] if place.pp == layout.plan.parallel.pp - 1 else parts)
+    parts += ["projector"] if layout.embeds(place) and not beside else []
+    parts += ["embedding"] if layout.embeds(place) else []
+    parts += [f"blocks {' and '.join(chunks)}"]
+    return ", ".join([*parts, "head"] if layout.heads(place) else parts)
 
 
 def layout_rows(layout: Layout) -> list[list[str]]:
@@ -191,5 +191,10 @@ def _flow(layout: Layout) -> str:
     source = {"own_ranks": "encoder → ", "first_stage": "within ", "all_ranks": "all ranks → "}
     steps.append(f"{what}: {source[layout.plan.parallel.vision]}stage 0")
     if pp > 1:
-        steps.append(f"activations: stage 0 → {'… → ' if pp > 2 else ''}stage {pp - 1}; gradients the other way")
+        way = f"stage 0 → {'… → ' if pp > 2 else ''}stage {pp - 1}"
+        if layout.stages.folded:
+            way += " and back"
+        elif layout.stages.chunks > 1:
+            way += f", {layout.stages.chunks} times"
+        steps.append(f"activations: {way}; gradients the other way")
     return "; ".join(steps)

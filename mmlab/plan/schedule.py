@@ -1,20 +1,20 @@
 """One pure schedule: for each rank, the list of ops of a step. The same list is run, costed and drawn.
 
-GPipe (Huang et al. 2019) runs all forwards, then all backwards; 1F1B (Narayanan et al. 2021, section 2.2) starts
-backward as early as it can, so that stage s holds at most pp - s microbatches. The encoder is a peer of the pipeline,
-not a stage: `plan.encoder_ops` puts its ops into lists of their own or between those of the stages.
+The order of a rank's passes comes from `mmlab.plan.orders`; what it sends and receives around each follows here. The
+encoder is a peer of the pipeline, not a stage: `plan.encoder_ops` puts its ops into lists of their own or between those
+of the stages.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
-from mmlab.errors import PlanError
 from mmlab.plan.encoder_ops import UNIT_COSTS, returns_token_grads, tokens_need_grad, with_encoder
 from mmlab.plan.layout import Layout, Place
 from mmlab.plan.ops import COMPUTE, Kind, Op, Timed, Timeline
+from mmlab.plan.orders import Pass, gpipe, interleaved, one_f_one_b, zero_bubble_h1, zero_bubble_v
 from mmlab.plan.picture import schedule_svg, schedule_text
 from mmlab.plan.schema import Plan
 from mmlab.plan.simulate import Costs, DeadlockError, bubble, estimated_costs, measured_timeline, simulate
@@ -32,8 +32,8 @@ __all__ = [
     "estimated_costs",
     "measured_svg",
     "measured_timeline",
-    "microbatch_order",
     "needs_backward",
+    "pass_order",
     "rows_to_draw",
     "schedule_svg",
     "schedule_text",
@@ -129,56 +129,75 @@ class Schedule:
         return {"text/plain": str(self), "text/html": svg, "image/svg+xml": svg}
 
 
-def microbatch_order(plan: Plan, stage: int) -> list[tuple[Literal["forward", "backward"], int]]:
-    """Forward and backward of a stage's microbatches in order (backward even where nothing needs it).
-
-    PlanError for a schedule that this version does not have.
-    """
-    p, m = plan.parallel, plan.parallel.microbatches
-    if p.schedule not in ("gpipe", "1f1b"):
-        raise PlanError(f"parallel.schedule = {p.schedule}: not available in this version; use 1f1b or gpipe")
-    warmup = m if p.schedule == "gpipe" else min(p.pp - stage - 1, m)
-    order: list[tuple[Literal["forward", "backward"], int]] = [("forward", i) for i in range(warmup)]
-    for i in range(m - warmup):
-        order += [("forward", warmup + i), ("backward", i)]
-    return order + [("backward", i) for i in range(m - warmup, m)]
+def pass_order(plan: Plan, pp: int) -> list[Pass]:
+    """Passes of the rank at position `pp` of a pipeline, in order (backward even where nothing needs it)."""
+    p = plan.parallel
+    if p.schedule == "gpipe":
+        return gpipe(p.microbatches)
+    if p.schedule == "interleaved":
+        return interleaved(pp, p.pp, p.microbatches, p.chunks_per_rank)
+    order = {"1f1b": one_f_one_b, "zb_h1": zero_bubble_h1, "zb_v": zero_bubble_v}[p.schedule]
+    return order(pp, p.pp, p.microbatches)
 
 
 def build_schedule(plan: Plan) -> Schedule:
-    """The schedule of a plan. PlanError for a schedule that this version does not have."""
+    """The schedule of a plan."""
     layout = Layout(plan)
     stages = {p.rank: list(_stage_ops(plan, layout, p)) for p in layout.places if p.role == "language"}
     ops = with_encoder(layout, stages, lambda lists: simulate(Schedule(plan, lists), plan, UNIT_COSTS))
-    return Schedule(plan, [[*ops[p.rank], *_end_of_step(plan, p)] for p in layout.places])
+    return Schedule(plan, [[*ops[p.rank], *_end_of_step(plan, layout, p)] for p in layout.places])
 
 
 def _stage_ops(plan: Plan, layout: Layout, place: Place) -> Iterator[Op]:
-    stage, last = place.pp, plan.parallel.pp - 1
-    at = {"dp": place.dp, "cp": place.cp, "tp": place.tp}
-    before = layout.rank_of(pp=stage - 1, **at) if stage > 0 else -1
-    after = layout.rank_of(pp=stage + 1, **at) if stage < last else -1
-    for kind, i in microbatch_order(plan, stage):
-        if kind == "forward":
-            yield Op("recv_tokens", i) if stage == 0 else Op("recv_forward", i, before)
-            yield Op("forward", i)
-            if stage < last:
-                yield Op("send_forward", i, after)
+    for each in pass_order(plan, place.pp):
+        stage = layout.stages.at(place.pp, each.chunk)
+        if each.kind == "forward":
+            yield from _forward(layout, place, each, stage)
+        elif each.kind == "backward_weight":
+            if stage_trains(plan, stage):
+                yield Op("backward_weight", each.microbatch, chunk=each.chunk)
         elif needs_backward(plan, stage):
-            if stage < last:
-                yield Op("recv_backward", i, after)
-            yield Op("backward", i)
-            if stage > 0 and needs_backward(plan, stage - 1):
-                yield Op("send_backward", i, before)
-            if returns_token_grads(plan, place):
-                yield Op("send_token_grads", i)
+            yield from _backward(layout, place, each, stage)
 
 
-def _end_of_step(plan: Plan, place: Place) -> Iterator[Op]:
+def _neighbour(layout: Layout, place: Place, stage: int) -> int:
+    """The rank that holds a stage of this rank's pipeline; -1 for this rank itself, and beyond the ends."""
+    if not 0 <= stage < layout.stages.count:
+        return -1
+    rank = layout.rank_of(pp=layout.stages.holders[stage][0], dp=place.dp, cp=place.cp, tp=place.tp)
+    return -1 if rank == place.rank else rank
+
+
+def _forward(layout: Layout, place: Place, each: Pass, stage: int) -> Iterator[Op]:
+    i, chunk = each.microbatch, each.chunk
+    before, after = _neighbour(layout, place, stage - 1), _neighbour(layout, place, stage + 1)
+    if stage == 0:
+        yield Op("recv_tokens", i, chunk=chunk)
+    if before >= 0:
+        yield Op("recv_forward", i, before, chunk)
+    yield Op("forward", i, chunk=chunk)
+    if after >= 0:
+        yield Op("send_forward", i, after, chunk)
+
+
+def _backward(layout: Layout, place: Place, each: Pass, stage: int) -> Iterator[Op]:
+    plan, i, chunk = layout.plan, each.microbatch, each.chunk
+    before, after = _neighbour(layout, place, stage - 1), _neighbour(layout, place, stage + 1)
+    if after >= 0:
+        yield Op("recv_backward", i, after, chunk)
+    yield Op(each.kind, i, chunk=chunk)
+    if before >= 0 and needs_backward(plan, stage - 1):
+        yield Op("send_backward", i, before, chunk)
+    if stage == 0 and returns_token_grads(plan, place):
+        yield Op("send_token_grads", i, chunk=chunk)
+
+
+def _end_of_step(plan: Plan, layout: Layout, place: Place) -> Iterator[Op]:
     trains, tied = place.vision >= 0 and tokens_need_grad(plan), False
     if place.role == "language":
-        trains = trains or stage_trains(plan, place.pp)
-        ends = plan.parallel.pp > 1 and place.pp in (0, plan.parallel.pp - 1)
-        tied = ends and plan.model.language.tied_embeddings and not plan.train.language.base_frozen
+        trains = trains or any(stage_trains(plan, stage) for stage in layout.stages.of(place.pp))
+        shares = plan.model.language.tied_embeddings and not plan.train.language.base_frozen
+        tied = shares and bool(layout.group_of(layout.embedding_groups, place.rank))
     if trains:
         yield Op("reduce")
     if tied:

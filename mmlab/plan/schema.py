@@ -7,116 +7,14 @@ Nothing here imports torch: the checker and the notebook start in no time.
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import Field
 
-LIVE: dict[str, Any] = {"live": True}
-"""Marks a field that `run.set` may change at a step boundary."""
+from mmlab.plan.model import LanguageConfig, ProjectorConfig, VisionConfig
+from mmlab.plan.section import LIVE, MODULES, Compressor, Counts, Names, Precision, Section
 
-Precision = Literal["fp64", "fp32", "bf16", "fp16"]
-Compressor = Literal["none", "bf16", "fp16", "int8", "topk", "powersgd", "onebit"]
-MODULES = ("vision", "projector", "language")
-"""The three trainable parts, in the order data flows through them."""
-
-
-def _names(value: Any) -> Any:
-    """A list as a tuple (plans are immutable); text such as `q_proj,v_proj`, as a shell leaves it, as its names."""
-    if isinstance(value, str):
-        return tuple(part.strip(" \"'") for part in value.strip("[] ").split(",") if part.strip(" \"'"))
-    return tuple(value) if isinstance(value, list) else value
-
-
-Names = Annotated[tuple[str, ...], BeforeValidator(_names)]
-"""A list of names."""
-
-
-class Section(BaseModel):
-    """Base of all plan sections: unknown keys refused, immutable, documented."""
-
-    model_config = ConfigDict(
-        extra="forbid",
-        frozen=True,
-        use_attribute_docstrings=True,
-        validate_default=True,
-        allow_inf_nan=False,
-    )
-
-
-class VisionConfig(Section):
-    """The image encoder, a ViT with SigLIP's or CLIP's names and shapes."""
-
-    family: Literal["siglip", "clip"] = "siglip"
-    """Which Hugging Face class the names and shapes follow: SigLIP (no class token, tanh GELU, biased patch
-    embedding) or CLIP (class token dropped after the encoder, pre-layernorm, quick GELU)."""
-    image_size: int = Field(64, ge=1)
-    """Side of the square image (tile) that the encoder sees, in pixels."""
-    patch_size: int = Field(16, ge=1)
-    """Side of a square patch, in pixels. image_size must be a multiple of it."""
-    hidden: int = Field(96, ge=1)
-    """Width of the encoder, in elements."""
-    layers: int = Field(2, ge=1)
-    """Number of transformer blocks."""
-    heads: int = Field(4, ge=1)
-    """Number of attention heads; must divide hidden."""
-    intermediate: int = Field(0, ge=0)
-    """Width of the MLP, in elements; 0 means 4 x hidden."""
-    norm_eps: float = Field(1e-6, gt=0)
-    """Epsilon of the layer norms, dimensionless."""
-
-    @property
-    def mlp_width(self) -> int:
-        """Width of the MLP in elements, with 0 resolved."""
-        return self.intermediate or 4 * self.hidden
-
-    @property
-    def tokens_per_tile(self) -> int:
-        """Image tokens that one image (tile) becomes: patches per side, squared."""
-        return (self.image_size // self.patch_size) ** 2
-
-
-class ProjectorConfig(Section):
-    """The two-layer MLP from the encoder's width to the language model's (LLaVA-1.5)."""
-
-    hidden: int = Field(0, ge=0)
-    """Width between the two linear layers, in elements; 0 means the language model's width."""
-
-
-class LanguageConfig(Section):
-    """The decoder, with Llama's / Qwen2's names and shapes."""
-
-    vocab_size: int = Field(1024, ge=1)
-    """Rows of the embedding table, in tokens; at least the tokenizer's size, a multiple of tp."""
-    hidden: int = Field(128, ge=1)
-    """Width of the decoder, in elements."""
-    layers: int = Field(4, ge=1)
-    """Number of decoder blocks."""
-    heads: int = Field(4, ge=1)
-    """Number of query heads; must divide hidden."""
-    kv_heads: int = Field(4, ge=1)
-    """Number of key/value heads (grouped-query attention); must divide heads."""
-    intermediate: int = Field(0, ge=0)
-    """Width of the SwiGLU MLP, in elements; 0 means 8/3 x hidden rounded up to a multiple of 64."""
-    attention_bias: bool = False
-    """Bias on q, k and v projections (Qwen2 has it, Llama does not)."""
-    tied_embeddings: bool = True
-    """Whether the output layer shares the embedding table."""
-    rope_theta: float = Field(10000.0, gt=0)
-    """Base of the rotary position embedding, dimensionless."""
-    norm_eps: float = Field(1e-6, gt=0)
-    """Epsilon of the RMS norms, dimensionless."""
-    max_positions: int = Field(2048, ge=1)
-    """Longest sequence the model admits, in tokens, image tokens included."""
-
-    @property
-    def mlp_width(self) -> int:
-        """Width of the MLP in elements, with 0 resolved."""
-        return self.intermediate or -(-8 * self.hidden // 3 // 64) * 64
-
-    @property
-    def head_dim(self) -> int:
-        """Width of one head, in elements."""
-        return self.hidden // self.heads
+__all__ = ["LIVE", "MODULES", "LanguageConfig", "Plan", "ProjectorConfig", "Section", "VisionConfig"]
 
 
 class ModelConfig(Section):
@@ -164,12 +62,29 @@ class ParallelConfig(Section):
     features; 0 means none."""
     schedule: Literal["gpipe", "1f1b", "interleaved", "zb_h1", "zb_v"] = "1f1b"
     """Order of forward and backward of microbatches in the pipeline."""
+    chunks: int = Field(0, ge=0)
+    """Model chunks on each pipeline rank; 0 means what the schedule needs: 2 with interleaved and zb_v, else 1."""
+    layers_per_stage: Counts = ()
+    """Decoder blocks of each stage (pp x chunks numbers, in the order data flows); empty means what balance says."""
+    balance: Literal["even", "measured"] = "even"
+    """How decoder blocks are dealt to stages: evenly, or by times measured when a run starts (then written into the
+    run's plan as layers_per_stage)."""
     microbatches: int = Field(1, ge=1)
     """Microbatches a step on each data-parallel replica."""
     sharding: Literal["none", "zero1", "zero2", "zero3"] = "none"
     """What is shared out over dp x cp: nothing, optimizer state, gradients too, weights too (see [sharding])."""
     engine: Literal["native", "deepspeed"] = "native"
     """What runs the training step."""
+
+    @property
+    def chunks_per_rank(self) -> int:
+        """Model chunks on each pipeline rank, with 0 resolved."""
+        return self.chunks or (2 if self.schedule in ("interleaved", "zb_v") else 1)
+
+    @property
+    def splits_backward(self) -> bool:
+        """Whether backward runs as two ops, one for inputs and one for the weights of linear layers."""
+        return self.schedule in ("zb_h1", "zb_v")
 
 
 class PrecisionConfig(Section):

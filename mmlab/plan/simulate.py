@@ -4,42 +4,54 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from itertools import product
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from mmlab.plan.encoder_ops import returns_token_grads, tokens_need_grad
 from mmlab.plan.layout import Layout
-from mmlab.plan.ops import COMPUTE, Op, Timed, Timeline
+from mmlab.plan.ops import COMPUTE, PASSES, Op, Timed, Timeline
 from mmlab.plan.schema import Plan
 from mmlab.plan.sizes import step_costs
 
 if TYPE_CHECKING:
     from mmlab.plan.schedule import Schedule
 
-Costs = Mapping[tuple[int, str], float] | Mapping[str, float]
-"""Duration of an op by kind, or by (rank, kind); the unit is free. Kinds that are absent take no time."""
+Costs = Mapping[tuple[int, str, int], float] | Mapping[tuple[int, str], float] | Mapping[str, float]
+"""Duration of an op by kind, by (rank, kind), or by (rank, kind, model chunk); the unit is free. What is absent takes
+no time."""
 
 
 class DeadlockError(RuntimeError):
     """Ranks of a schedule wait for each other; the message names each with the op it waits in."""
 
 
-def estimated_costs(plan: Plan) -> dict[tuple[int, str], float]:
-    """Durations by (rank, kind) from operation counts, in units of one mean forward of a stage.
+def estimated_costs(plan: Plan) -> dict[tuple[int, str, int], float]:
+    """Durations by (rank, kind, chunk) from operation counts, in units of one mean forward of a stage.
 
     Meant for pictures: the compute ops stand in the right proportion to each other; transfers take 0.02 and the ops at
     the end of the step 0.1, a guess that only makes them visible.
     """
     layout = Layout(plan)
     flops = step_costs(plan, layout)
-    forwards = [cost for (_, kind), cost in flops.items() if kind == "forward"]
+    forwards = [cost for (_, kind, _), cost in flops.items() if kind == "forward"]
     unit = sum(forwards) / len(forwards)
     costs = {key: cost / unit for key, cost in flops.items()}
-    for rank in range(layout.world_size):
+    for rank, chunk in product(range(layout.world_size), range(plan.parallel.chunks_per_rank)):
         for kind in ("send_tokens", "send_forward", "send_backward", "send_token_grads"):
-            costs[rank, kind] = 0.02
+            costs[rank, kind, chunk] = 0.02
         for kind in ("reduce", "reduce_embedding", "norm", "update"):
-            costs[rank, kind] = 0.1
+            costs[rank, kind, chunk] = 0.1
     return costs
+
+
+class _Message(NamedTuple):
+    """A transfer: the kind of the sending op, sender, receiver (-1 for all), microbatch, boundary between stages."""
+
+    kind: str
+    sender: int
+    receiver: int
+    microbatch: int
+    boundary: int = 0
 
 
 @dataclass
@@ -51,8 +63,8 @@ class _Player:
     costs: Costs
     clock: list[float]
     at: list[int]
-    sent: dict[tuple[str, int, int, int], float] = field(default_factory=dict)
-    met: dict[tuple[str, int, int], dict[int, float]] = field(default_factory=dict)
+    sent: dict[_Message, float] = field(default_factory=dict)
+    met: dict[tuple[str, int, int, int], dict[int, float]] = field(default_factory=dict)
     timeline: Timeline = field(default_factory=list)
     groups: dict[tuple[int, str], list[int]] = field(init=False)
 
@@ -60,9 +72,10 @@ class _Player:
         kinds = {(rank, op.kind) for rank, ops in enumerate(self.ops) for op in ops}
         self.groups = {(rank, kind): self.group(rank, kind) for rank, kind in kinds}
 
-    def cost(self, rank: int, kind: str) -> float:
-        by_rank: Mapping[object, float] = self.costs  # type: ignore[assignment]
-        return by_rank.get((rank, kind), by_rank.get(kind, 0.0))
+    def cost(self, rank: int, op: Op) -> float:
+        costs: Mapping[object, float] = self.costs  # type: ignore[assignment]
+        keys: tuple[object, ...] = ((rank, op.kind, op.chunk), (rank, op.kind), op.kind)
+        return next((costs[key] for key in keys if key in costs), 0.0)
 
     def group(self, rank: int, kind: str) -> list[int]:
         """The ranks that an op runs with, all of which must arrive; empty when the rank runs it alone."""
@@ -76,25 +89,34 @@ class _Player:
         groups = {
             "forward": layout.tp_groups,
             "backward": layout.tp_groups,
+            "backward_input": layout.tp_groups,
             "recv_tokens": layout.tp_groups if layout.plan.parallel.transfer == "all_gather" else [],
             "reduce": layout.dp_groups,
             "reduce_embedding": layout.embedding_groups,
         }
         return layout.group_of(groups.get(kind, []), rank)
 
-    def sources(self, rank: int, op: Op) -> Iterator[tuple[str, int, int, int]]:
-        """What a receiving op waits for: (kind of the sending op, sender, receiver or -1 for all, microbatch)."""
+    def boundary(self, rank: int, op: Op) -> int:
+        """What a transfer between two stages crosses: the lower of them, so that both sides name it alike."""
+        if op.kind not in ("send_forward", "recv_forward", "send_backward", "recv_backward"):
+            return 0
+        stage = self.layout.stages.at(self.layout.place(rank).pp, op.chunk)
+        return stage - (op.kind in ("recv_forward", "send_backward"))
+
+    def sources(self, rank: int, op: Op) -> Iterator[_Message]:
+        """What a receiving op waits for."""
         layout, place = self.layout, self.layout.place(rank)
         if op.kind == "recv_tokens":
-            yield from (("send_tokens", peer, -1, op.microbatch) for peer in layout.encoders_of(place.dp))
+            yield from (_Message("send_tokens", peer, -1, op.microbatch) for peer in layout.encoders_of(place.dp))
         elif op.kind == "recv_token_grads":
             merged = layout.plan.parallel.vision == "first_stage"
             for replica in [place.dp] if merged else range(layout.plan.parallel.dp):
                 for peer in layout.token_ranks(replica):
                     if returns_token_grads(layout.plan, layout.place(peer)):
-                        yield "send_token_grads", peer, -1, op.microbatch
+                        yield _Message("send_token_grads", peer, -1, op.microbatch)
         elif op.kind in ("recv_forward", "recv_backward"):
-            yield op.kind.replace("recv", "send"), op.peer, rank, op.microbatch
+            kind = op.kind.replace("recv", "send")
+            yield _Message(kind, op.peer, rank, op.microbatch, self.boundary(rank, op))
 
     def start(self, rank: int, op: Op) -> float | None:
         """When an op can start to run, None while what it needs has not happened."""
@@ -106,7 +128,7 @@ class _Player:
         group = self.groups.get((rank, op.kind), [])
         if len(group) < 2:
             return ready
-        here = self.met.setdefault((op.kind, group[0], op.microbatch), {})
+        here = self.met.setdefault((op.kind, group[0], op.microbatch, op.chunk), {})
         here.setdefault(rank, ready)
         return max(here.values()) if len(here) == len(group) else None
 
@@ -118,11 +140,11 @@ class _Player:
         start = self.start(rank, op)
         if start is None:
             return False
-        end = start + self.cost(rank, op.kind)
+        end = start + self.cost(rank, op)
         # A receive shows its wait; what ranks do together (compute, reductions) begins when the last has come.
         self.timeline[rank].append(Timed(op, self.clock[rank] if op.kind.startswith("recv") else start, end))
         if op.kind.startswith("send"):
-            self.sent[op.kind, rank, op.peer, op.microbatch] = end
+            self.sent[_Message(op.kind, rank, op.peer, op.microbatch, self.boundary(rank, op))] = end
         self.clock[rank] = end
         self.at[rank] += 1
         return True
@@ -163,7 +185,7 @@ def bubble(timeline: Timeline) -> float:
     Encoder ranks of their own are not counted: how long they have nothing to do says how many of them there are, not
     how well the pipeline is filled. What a stage's ranks encode counts as compute. 0 without any stage.
     """
-    stages = [ops for ops in timeline if any(t.op.kind in ("forward", "backward") for t in ops)]
+    stages = [ops for ops in timeline if any(t.op.kind in PASSES for t in ops)]
     busy = [[t for t in ops if t.op.kind in COMPUTE] for ops in stages]
     if not busy:
         return 0.0
@@ -174,12 +196,13 @@ def bubble(timeline: Timeline) -> float:
 
 def measured_timeline(traces: Sequence[Mapping[str, Any]]) -> Timeline:
     """The timeline of a traced step, in seconds, from one record a rank: {"t0": epoch seconds, "ops": [[kind,
-    microbatch, start, end], ...]} with times relative to t0. Ranks are set against the earliest t0."""
+    microbatch, start, end, chunk], ...]} with times relative to t0 (no chunk: 0). Ranks are set against the earliest
+    t0."""
     origin = min((trace["t0"] for trace in traces), default=0.0)
     return [
         [
-            Timed(Op(kind, i), trace["t0"] - origin + start, trace["t0"] - origin + end)
-            for kind, i, start, end in trace["ops"]
+            Timed(Op(kind, i, chunk=next(iter(chunk), 0)), trace["t0"] - origin + start, trace["t0"] - origin + end)
+            for kind, i, start, end, *chunk in trace["ops"]
         ]
         for trace in traces
     ]

@@ -76,32 +76,35 @@ def rank_share(plan: Plan, layout: Layout, place: Place) -> Share:
         pieces.append((vision_parameters(plan.model.vision), train.vision.base_frozen))
         adapters += plan.model.vision.layers * lora.parameters(plan, "vision")
     if place.role == "language":
-        pieces.append((_stage_parameters(plan, layout, place.pp), train.language.base_frozen))
-        adapters += len(layout.layers_of(place.pp)) * lora.parameters(plan, "language", plan.parallel.tp)
-    if place.vision >= 0 if beside else place.pp == 0:
+        pieces.append((_language_parameters(plan, layout, place), train.language.base_frozen))
+        blocks = sum(map(len, layout.layers_of(place.pp)))
+        adapters += blocks * lora.parameters(plan, "language", plan.parallel.tp)
+    if place.vision >= 0 if beside else layout.embeds(place):
         pieces.append((projector_parameters(plan), train.projector.base_frozen))
         adapters += lora.parameters(plan, "projector")
     trained = sum(n for n, frozen in pieces if not frozen) + adapters
     return Share(trained, sum(n for n, frozen in pieces if frozen))
 
 
-def _stage_parameters(plan: Plan, layout: Layout, stage: int) -> int:
-    """Decoder parameters on one tensor rank of a stage; a tied table is held by first and last stage."""
+def _language_parameters(plan: Plan, layout: Layout, place: Place) -> int:
+    """Decoder parameters on one rank; a tied table is held where the first and where the last stage is."""
     config, p = plan.model.language, plan.parallel
-    first, last = stage == 0, stage == p.pp - 1
+    first, last = layout.embeds(place), layout.heads(place)
     tables = (first or last) if config.tied_embeddings else first + last
     table = config.vocab_size * config.hidden // p.tp
-    blocks = len(layout.layers_of(stage)) * block_parameters(config, p.tp)
+    blocks = sum(map(len, layout.layers_of(place.pp))) * block_parameters(config, p.tp)
     return blocks + tables * table + (config.hidden if last else 0)
 
 
-def step_costs(plan: Plan, layout: Layout) -> dict[tuple[int, str], float]:
-    """Floating-point operations of each compute op by (rank, kind), for one image and `data.seq_len` tokens a sample.
+def step_costs(plan: Plan, layout: Layout) -> dict[tuple[int, str, int], float]:
+    """Floating-point operations of each compute op by (rank, kind, model chunk), for one image and `data.seq_len`
+    tokens a sample.
 
     A backward costs a forward for the inputs and another for the weights where they train, and one more with
-    activation checkpointing (Narayanan et al. 2021, section 5.1). Adapters (a few percent) are not counted.
+    activation checkpointing (Narayanan et al. 2021, section 5.1), which then belongs to the half for the inputs.
+    Adapters (a few percent) are not counted.
     """
-    costs: dict[tuple[int, str], float] = {}
+    costs: dict[tuple[int, str, int], float] = {}
     again = 1 if plan.train.activation_checkpointing else 0
     encode, project = _encoder_flops(plan, layout)
     for place in layout.places:
@@ -109,12 +112,15 @@ def step_costs(plan: Plan, layout: Layout) -> dict[tuple[int, str], float]:
             train = plan.train
             vision = 0 if train.vision.frozen else (1 if train.vision.base_frozen else 2) + again
             projector = 2 if not train.projector.base_frozen else (1 if vision or not train.projector.frozen else 0)
-            costs[place.rank, "encode"] = encode + project
-            costs[place.rank, "encode_backward"] = vision * encode + projector * project
-        if place.role == "language":
-            forward = _stage_flops(plan, layout, place.pp)
-            costs[place.rank, "forward"] = forward
-            costs[place.rank, "backward"] = (1 if plan.train.language.base_frozen else 2) * forward + again * forward
+            costs[place.rank, "encode", 0] = encode + project
+            costs[place.rank, "encode_backward", 0] = vision * encode + projector * project
+        for chunk, stage in enumerate(layout.stages.of(place.pp) if place.role == "language" else ()):
+            forward = _stage_flops(plan, layout, stage)
+            weights = 0 if plan.train.language.base_frozen else forward
+            costs[place.rank, "forward", chunk] = forward
+            costs[place.rank, "backward", chunk] = (1 + again) * forward + weights
+            costs[place.rank, "backward_input", chunk] = (1 + again) * forward
+            costs[place.rank, "backward_weight", chunk] = weights
     return costs
 
 
@@ -133,7 +139,7 @@ def _stage_flops(plan: Plan, layout: Layout, stage: int) -> float:
     """FLOPs of a microbatch's forward on one rank of a stage."""
     config, p, length = plan.model.language, plan.parallel, plan.data.seq_len
     block = 2 * length * block_parameters(config) + 2 * length**2 * config.hidden
-    flops = len(layout.layers_of(stage)) * block
-    if stage == p.pp - 1:
+    flops = len(layout.stages.layers[stage]) * block
+    if stage == layout.stages.count - 1:
         flops += 2 * length * config.vocab_size * config.hidden
     return plan.microbatch_size * flops / (p.tp * p.cp)

@@ -6,9 +6,11 @@ from collections.abc import Collection
 from dataclasses import dataclass
 
 from mmlab.models.build import Part, PartModel, build_part
+from mmlab.models.layers import defer_weights
 from mmlab.models.parallelize import shard_part
 from mmlab.models.sharding import partial_over_tp
 from mmlab.models.weights import init_from
+from mmlab.parallel.deferred import WeightQueue
 from mmlab.parallel.gradients import Reducer, Trained, local_tensor, split_over_tp
 from mmlab.parallel.mesh import Mesh
 from mmlab.parallel.sharding import Sharded
@@ -27,11 +29,9 @@ def part_of(plan: Plan, layout: Layout, place: Place) -> Part:
     beside, encodes = plan.parallel.projector == "vision", place.vision >= 0
     if place.role == "vision":
         return Part(vision=True, projector=beside)
-    first, last = place.pp == 0, place.pp == plan.parallel.pp - 1
-    return Part(
-        vision=encodes, projector=encodes if beside else first, layers=layout.layers_of(place.pp), embed=first,
-        head=last,
-    )  # fmt: skip
+    first, last = layout.embeds(place), layout.heads(place)
+    chunks = tuple(layout.layers_of(place.pp))
+    return Part(vision=encodes, projector=encodes if beside else first, chunks=chunks, embed=first, head=last)
 
 
 @dataclass
@@ -44,6 +44,8 @@ class Built:
     optimizer: Optimizer
     ops: list[Op]
     sharded: dict[str, Sharded]
+    weights: WeightQueue | None
+    """Puts off weight gradients, where the schedule splits backward."""
 
 
 def is_tied_copy(plan: Plan, place: Place, name: str) -> bool:
@@ -68,6 +70,17 @@ def _trained(plan: Plan, mesh: Mesh, part: PartModel, sharded: Collection[str]) 
     return trained
 
 
+def _deferred(plan: Plan, part: PartModel) -> WeightQueue | None:
+    """The queue of a stage rank whose schedule splits backward, with all linear layers of its chunks told of it."""
+    if not plan.parallel.splits_backward or part.language is None:
+        return None
+    queue = WeightQueue()
+    defer_weights(part.language, queue)
+    if part.projector is not None and plan.parallel.projector == "first_stage":
+        defer_weights(part.projector, queue)
+    return queue
+
+
 def _bucket_bytes(plan: Plan) -> dict[str, float]:
     """Largest bucket of each module; the projector goes with the side that computes it."""
     vision, language = plan.communication.vision.bucket_mb * 1e6, plan.communication.language.bucket_mb * 1e6
@@ -79,8 +92,9 @@ def build(plan: Plan, mesh: Mesh) -> Built:
     """Make this rank's part; the order of what is applied is the order of these lines."""
     part = build_part(plan, part_of(plan, mesh.layout, mesh.place), mesh.tp, master_dtype(plan), mesh.device)
     init_from(part, plan)
+    weights = _deferred(plan, part)
     sharded = shard_part(plan, part, mesh.shards, mesh.traffic)
     trained = _trained(plan, mesh, part, sharded)
     reducer = Reducer(trained, mesh.reductions, _bucket_bytes(plan), mesh.tp.group, mesh.traffic)
     optimizer = Optimizer(plan, trained, mesh.shards)
-    return Built(part, trained, reducer, optimizer, build_schedule(plan).ops[mesh.place.rank], sharded)
+    return Built(part, trained, reducer, optimizer, build_schedule(plan).ops[mesh.place.rank], sharded, weights)

@@ -131,7 +131,7 @@ class Evaluator:
                     stage.accompany()
             self.runner.end_sharded()
             self.runner.flush()
-        last = self.mesh.layout.rank_of(pp=plan.parallel.pp - 1)
+        last = self.mesh.layout.rank_of(pp=self.mesh.layout.stages.last_pp)
         ids = self.channel.gather(answers)[last]
         return [self.source.tokenizer.decode(self._until_end(answer)).strip() for answer in ids]
 
@@ -178,7 +178,7 @@ class Evaluator:
             return list(ids.tolist())
         if stage.first:
             assert self.mesh.forward is not None
-            last = layout.rank_of(pp=layout.plan.parallel.pp - 1, dp=place.dp, cp=place.cp, tp=place.tp)
+            last = layout.rank_of(pp=layout.stages.last_pp, dp=place.dp, cp=place.cp, tp=place.tp)
             return list(self.mesh.forward.recv((count,), torch.int64, last, "next_ids", number).tolist())
         return [0] * count
 

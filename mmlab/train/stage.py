@@ -10,6 +10,7 @@ from torch import Tensor
 from mmlab.data.manifest import StepManifest
 from mmlab.data.packed import PackedText
 from mmlab.models.build import PartModel
+from mmlab.parallel.deferred import WeightQueue
 from mmlab.parallel.mesh import Mesh
 from mmlab.parallel.pipeline import Handler
 from mmlab.plan.ops import Op
@@ -18,32 +19,34 @@ from mmlab.plan.schema import Plan
 from mmlab.train.precision import compute_dtype
 from mmlab.train.tokens import TokenExchange
 
+Slot = tuple[int, int]
+"""(microbatch, model chunk): what an activation belongs to."""
+
 
 class StageRunner:
-    """Handlers of a stage rank's ops, and the tensors of the microbatches under way."""
+    """Handlers of a stage rank's ops, and the tensors of the microbatches under way.
 
-    def __init__(self, plan: Plan, mesh: Mesh, part: PartModel) -> None:
+    A rank with several model chunks holds several stages; what one hands to the next on the same rank is not sent.
+    """
+
+    def __init__(self, plan: Plan, mesh: Mesh, part: PartModel, weights: WeightQueue | None = None) -> None:
         assert part.language is not None
-        self.plan, self.mesh, self.language = plan, mesh, part.language
+        self.plan, self.mesh, self.language, self.weights = plan, mesh, part.language, weights
         self.projector = part.projector if plan.parallel.projector == "first_stage" else None
         self.exchange = TokenExchange(plan, mesh)
-        place, layout = mesh.place, mesh.layout
+        place, self.stages = mesh.place, mesh.layout.stages
         self.replica = place.dp
-        self.first, self.last = place.pp == 0, place.pp == plan.parallel.pp - 1
-        neighbour = {"dp": place.dp, "cp": place.cp, "tp": place.tp}
-        self.before = -1 if self.first else layout.rank_of(pp=place.pp - 1, **neighbour)
-        self.after = -1 if self.last else layout.rank_of(pp=place.pp + 1, **neighbour)
+        self.first, self.last = mesh.layout.embeds(place), mesh.layout.heads(place)
         self.dtype = compute_dtype(plan.precision.language)
         self.wants_token_grads = tokens_need_grad(plan)
-        self.wants_input_grads = not self.first and needs_backward(plan, place.pp - 1)
         self.manifest: StepManifest | None = None
         self.texts: Mapping[int, PackedText] = {}
         self.total_targets = 1
         self.loss_sum = torch.zeros((), dtype=torch.float64)
-        self._inputs: dict[int, Tensor] = {}
+        self._inputs: dict[Slot, Tensor] = {}
         self._tokens: dict[int, Tensor] = {}
-        self._outputs: dict[int, Tensor] = {}
-        self._grads: dict[int, Tensor] = {}
+        self._outputs: dict[Slot, Tensor] = {}
+        self._grads: dict[Slot, Tensor] = {}
 
     def begin(self, manifest: StepManifest, texts: Mapping[int, PackedText], total_targets: int) -> None:
         """Take a step's text: `texts[microbatch]`; `total_targets` counts target tokens over all ranks."""
@@ -51,6 +54,8 @@ class StageRunner:
         self.loss_sum = torch.zeros((), dtype=torch.float64)
         for store in (self._inputs, self._tokens, self._outputs, self._grads):
             store.clear()
+        if self.weights is not None:
+            self.weights.clear()
 
     def handlers(self) -> dict[str, Handler]:
         """Handler of each kind of op."""
@@ -61,6 +66,8 @@ class StageRunner:
             "send_forward": self.send_forward,
             "recv_backward": self.recv_backward,
             "backward": self.backward,
+            "backward_input": self.backward_input,
+            "backward_weight": self.backward_weight,
             "send_backward": self.send_backward,
             "send_token_grads": self.send_token_grads,
         }
@@ -71,45 +78,80 @@ class StageRunner:
         tokens = self.exchange.receive(self.manifest, op.microbatch)
         self._tokens[op.microbatch] = tokens.requires_grad_(self.wants_token_grads and tokens.numel() > 0)
 
+    def _stage(self, op: Op) -> int:
+        """The stage that an op's chunk is."""
+        return self.stages.at(self.mesh.place.pp, op.chunk)
+
+    def _chunk_here(self, stage: int) -> int | None:
+        """The chunk of this rank that a stage is; None where another rank holds it, or there is no such stage."""
+        if not 0 <= stage < self.stages.count:
+            return None
+        pp, chunk = self.stages.holders[stage]
+        return chunk if pp == self.mesh.place.pp else None
+
+    def _rank_of(self, stage: int) -> int:
+        """The rank of this pipeline that holds a stage."""
+        place = self.mesh.place
+        return self.mesh.layout.rank_of(pp=self.stages.holders[stage][0], dp=place.dp, cp=place.cp, tp=place.tp)
+
+    def _shape(self, microbatch: int) -> tuple[int, int]:
+        """Shape of what goes from stage to stage."""
+        return self.texts[microbatch].tokens, self.plan.model.language.hidden
+
     def recv_forward(self, op: Op) -> None:
         """Receive activations [T, D] from the stage before."""
-        microbatch = op.microbatch
-        shape = (self.texts[microbatch].tokens, self.plan.model.language.hidden)
-        self._inputs[microbatch] = self.mesh.forward.recv(shape, self.dtype, self.before, "forward", microbatch)
+        i, before = op.microbatch, self._stage(op) - 1
+        self._inputs[i, op.chunk] = self.mesh.forward.recv(
+            self._shape(i), self.dtype, self._rank_of(before), "forward", i, before
+        )
 
-    def _blocks(self, microbatch: int, finish: Callable[[Tensor], Tensor] | None = None) -> Tensor:
-        hidden = self._inputs.get(microbatch)
-        if hidden is not None and self.wants_input_grads and torch.is_grad_enabled():
+    def _blocks(self, op: Op, finish: Callable[[Tensor], Tensor] | None = None) -> Tensor:
+        """Output [T, D] of an op's chunk, or what `finish` makes of it; a next chunk on the same rank gets it as its
+        input."""
+        i, stage = op.microbatch, self._stage(op)
+        hidden, tokens = self._inputs.get((i, op.chunk)), None
+        if hidden is not None and needs_backward(self.plan, stage - 1) and torch.is_grad_enabled():
             hidden.requires_grad_()
-        tokens = self._tokens.get(microbatch)
-        if tokens is not None and self.projector is not None and tokens.numel():
-            tokens = self.projector(tokens)
-        output: Tensor = self.language(self.texts[microbatch], hidden, tokens, finish)
+        if stage == 0:
+            tokens = self._tokens.get(i)
+            if tokens is not None and self.projector is not None and tokens.numel():
+                tokens = self.projector(tokens)
+        output: Tensor = self.language(self.texts[i], hidden, tokens, finish, op.chunk)
+        here = self._chunk_here(stage + 1)
+        if here is not None:
+            self._inputs[i, here] = output.detach()
         return output
 
     def forward(self, op: Op) -> None:
-        """This stage's blocks; on the last stage the sum of the losses of the microbatch's targets."""
-        microbatch = op.microbatch
-        targets = self.texts[microbatch].targets
-        output = self._blocks(microbatch, (lambda hidden: self.language.loss(hidden, targets)) if self.last else None)
-        if self.last:
+        """The blocks of a chunk; with the last stage the sum of the losses of the microbatch's targets."""
+        targets, last = self.texts[op.microbatch].targets, self._is_last(op)
+        output = self._blocks(op, (lambda hidden: self.language.loss(hidden, targets)) if last else None)
+        if last:
             self.loss_sum += output.detach().double().cpu()
-        self._outputs[microbatch] = output
+        self._outputs[op.microbatch, op.chunk] = output
+
+    def _is_last(self, op: Op) -> bool:
+        return self._stage(op) == self.stages.count - 1
 
     def write_forward(self, text: PackedText) -> Tensor | None:
-        """Pass whole sequences through this stage (generation); on the last stage the logits [B, V] of what follows
-        each sequence, else None.
+        """Pass whole sequences through this rank's stages (generation); with the last stage the logits [B, V] of what
+        follows each sequence, else None.
 
         Image tokens are those of the last `recv_tokens`.
         """
         self.texts = {0: text}
-        if not self.first:
-            self.recv_forward(Op("recv_forward", 0))
-        self._outputs[0] = self._blocks(0, self._next_logits(text) if self.last else None)
-        if self.last:
-            return self._outputs[0]
-        self.send_forward(Op("send_forward", 0))
-        return None
+        logits = None
+        for chunk, stage in enumerate(self.stages.of(self.mesh.place.pp)):
+            op = Op("forward", 0, chunk=chunk)
+            if stage > 0 and self._chunk_here(stage - 1) is None:
+                self.recv_forward(op)
+            if self._is_last(op):
+                logits = self._blocks(op, self._next_logits(text))
+                continue
+            self._outputs[0, chunk] = self._blocks(op)
+            if self._chunk_here(stage + 1) is None:
+                self.send_forward(op)
+        return logits
 
     def _next_logits(self, text: PackedText) -> Callable[[Tensor], Tensor]:
         ends = (torch.tensor(text.seqlens).cumsum(0) - 1).to(self.mesh.device)
@@ -127,32 +169,52 @@ class StageRunner:
 
     def send_forward(self, op: Op) -> None:
         """Send activations to the stage after."""
-        microbatch = op.microbatch
-        self.mesh.forward.send(self._outputs[microbatch].to(self.dtype), self.after, "forward", microbatch)
+        i, stage = op.microbatch, self._stage(op)
+        output = self._outputs[i, op.chunk].to(self.dtype)
+        self.mesh.forward.send(output, self._rank_of(stage + 1), "forward", i, stage)
 
     def recv_backward(self, op: Op) -> None:
-        """Receive the gradient of this stage's output."""
-        microbatch = op.microbatch
-        shape = (self.texts[microbatch].tokens, self.plan.model.language.hidden)
-        self._grads[microbatch] = self.mesh.backward.recv(shape, self.dtype, self.after, "backward", microbatch)
+        """Receive the gradient of a chunk's output."""
+        i, stage = op.microbatch, self._stage(op)
+        self._grads[i, op.chunk] = self.mesh.backward.recv(
+            self._shape(i), self.dtype, self._rank_of(stage + 1), "backward", i, stage
+        )
 
     def backward(self, op: Op) -> None:
         """Backward of a microbatch; a loss is divided by the global count of targets (design, decision 7)."""
-        microbatch = op.microbatch
-        output = self._outputs.pop(microbatch)
+        slot, stage = (op.microbatch, op.chunk), self._stage(op)
+        output = self._outputs.pop(slot)
         if not output.requires_grad:
             return  # a frozen first stage and a microbatch of text alone: nothing before it wants a gradient
-        if self.last:
+        if self._is_last(op):
             (output / self.total_targets).backward()
         else:
-            torch.autograd.backward(output, self._grads.pop(microbatch).to(output.dtype))
+            torch.autograd.backward(output, self._grads.pop(slot).to(output.dtype))
+        here = self._chunk_here(stage - 1)
+        if here is not None:
+            self._grads[op.microbatch, here] = self._input_grad(slot)
+
+    def backward_input(self, op: Op) -> None:
+        """Backward of a microbatch without the weights of linear layers, whose part waits for `backward_weight`."""
+        assert self.weights is not None
+        with self.weights.collect((op.microbatch, op.chunk)):
+            self.backward(op)
+
+    def backward_weight(self, op: Op, done: Callable[[Tensor], None] | None = None) -> None:
+        """The gradients that `backward_input` put off; `done` is told of each weight."""
+        assert self.weights is not None
+        self.weights.run((op.microbatch, op.chunk), done)
+
+    def _input_grad(self, slot: Slot) -> Tensor:
+        """The gradient of a chunk's input; zeros where nothing depends on it."""
+        hidden = self._inputs.pop(slot)
+        return hidden.grad if hidden.grad is not None else torch.zeros_like(hidden)
 
     def send_backward(self, op: Op) -> None:
-        """Send the gradient of this stage's input to the stage before."""
-        microbatch = op.microbatch
-        hidden = self._inputs.pop(microbatch)
-        grad = hidden.grad if hidden.grad is not None else torch.zeros_like(hidden)
-        self.mesh.backward.send(grad, self.before, "backward", microbatch)
+        """Send the gradient of a chunk's input to the stage before."""
+        i, before = op.microbatch, self._stage(op) - 1
+        grad = self._input_grad((i, op.chunk))
+        self.mesh.backward.send(grad, self._rank_of(before), "backward", i, before)
 
     def send_token_grads(self, op: Op) -> None:
         """Send the gradients of image tokens back to the images' owners."""

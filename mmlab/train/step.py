@@ -21,6 +21,7 @@ from mmlab.parallel.watch import Watch
 from mmlab.plan.ops import Op
 from mmlab.plan.schema import MODULES, Plan
 from mmlab.train.build import EMBEDDING, Built
+from mmlab.train.complete import closing_ops
 from mmlab.train.encoder import EncoderRunner
 from mmlab.train.stage import StageRunner
 
@@ -84,32 +85,49 @@ class HybridStep:
         self.plan, self.mesh, self.built, self.watch = plan, mesh, built, watch
         self._groups = {axis: mesh.layout.groups(axis) for axis in AXES}
         self.encoder = EncoderRunner(plan, mesh, built.part) if mesh.place.vision >= 0 else None
-        self.stage = StageRunner(plan, mesh, built.part) if mesh.place.role == "language" else None
+        self.stage = StageRunner(plan, mesh, built.part, built.weights) if mesh.place.role == "language" else None
         self._handlers: dict[str, Handler] = {}
         for runner in (self.encoder, self.stage):
             if runner is not None:
                 self._handlers |= runner.handlers()
+        self._closing = closing_ops(mesh.layout, mesh.place, built.ops, built.trained)
         for kind in ("backward", "encode_backward"):
             if kind in self._handlers:
                 self._handlers[kind] = self._arming(kind, self._handlers[kind])
+        if built.weights is not None:
+            self._handlers["backward_weight"] = self._backward_weight
 
     def _arming(self, kind: str, handler: Handler) -> Handler:
-        """A handler of backward that tells the reducer before the last op of the step: gradients get complete now."""
+        """A handler of backward that says first which gradients the op completes."""
         last = next((op for op in reversed(self.built.ops) if op.kind == kind), None)
         modules = ("vision", *(["projector"] if self.plan.parallel.projector == "vision" else []))
         beside = kind == "encode_backward"
-        names = [t.name for t in self.built.trained if (t.module in modules) == beside]
-
         sharded = [s for name, s in self.built.sharded.items() if (name in modules) == beside]
 
         def handle(op: Op) -> None:
-            if op == last:
-                self.built.reducer.arm(names)
+            self.built.reducer.arm(t.name for t in self._closing.get(op, ()))
             for module in sharded:
                 module.before_backward(last=op == last)
             handler(op)
 
         return handle
+
+    def _backward_weight(self, op: Op) -> None:
+        """The weight half of backward; gradients that it completes go to the reducer one by one."""
+        assert self.stage is not None
+        assert self.built.weights is not None
+        reducer = self.built.reducer
+        closing = {id(t.param): t for t in self._closing.get(op, ())}
+        coming = {id(weight) for weight in self.built.weights.weights((op.microbatch, op.chunk))}
+        for t in closing.values():
+            if id(t.param) not in coming:  # norms and biases: complete since the chunk's last input half
+                reducer.complete(t)
+
+        def done(weight: Tensor) -> None:
+            if id(weight) in closing:
+                reducer.complete(closing[id(weight)])
+
+        self.stage.backward_weight(op, done)
 
     def _begin(self, batch: StepInput) -> None:
         if self.encoder is not None:

@@ -52,8 +52,8 @@ def against_plain(rank, world, host, port, changes, dtype, images) -> dict:
     tokens = plain.image_tokens(pixels).detach().requires_grad_() if images else None
     whole = plain.language.loss(plain.language(text, image_tokens=tokens), text.targets)
     whole.backward()
-    first = build_part(plan, Part(layers=range(2), embed=True), tp, dtype).language
-    last = build_part(plan, Part(layers=range(2, 3), head=True), tp, dtype).language
+    first = build_part(plan, Part(chunks=(range(2),), embed=True), tp, dtype).language
+    last = build_part(plan, Part(chunks=(range(2, 3),), head=True), tp, dtype).language
     own_tokens = tokens.detach().requires_grad_() if images else None
     with counted_reductions() as forward:
         hidden = last(text, first(text, image_tokens=own_tokens))
@@ -86,7 +86,7 @@ def without_targets(rank, world, host, port) -> tuple[float, float]:
     tp = join(rank, world, host, port)
     plan = make_plan()
     text = make_text(plan)
-    model = build_part(plan, Part(layers=range(3), embed=True, head=True), tp, torch.float32)
+    model = build_part(plan, Part(chunks=(range(3),), embed=True, head=True), tp, torch.float32)
     loss = model.language.loss(model.language(text), torch.full_like(text.targets, -100))
     loss.backward()
     return loss.item(), sum(parameter.grad.full_tensor().norm().item() for parameter in model.parameters())
@@ -97,7 +97,11 @@ def initial_shards(rank, world, host, port, changes, dtype) -> dict[str, torch.T
     tp = join(rank, world, host, port)
     plan = make_plan(changes)
     shards = {}
-    for part in (Part(layers=range(1), embed=True), Part(layers=range(1, 2)), Part(layers=range(2, 3), head=True)):
+    for part in (
+        Part(chunks=(range(1),), embed=True),
+        Part(chunks=(range(1, 2),)),
+        Part(chunks=(range(2, 3),), head=True),
+    ):
         for name, parameter in build_part(plan, part, tp, dtype).named_parameters():
             shards[name] = parameter.to_local().detach()
     return shards
@@ -107,6 +111,6 @@ def loaded_shards(rank, world, host, port, changes) -> dict[str, torch.Tensor]:
     """This rank's shards of the decoder after loading the weights that the plan names."""
     tp = join(rank, world, host, port)
     plan = make_plan(changes)
-    model = build_part(plan, Part(layers=range(3), embed=True, head=True), tp, torch.float32)
+    model = build_part(plan, Part(chunks=(range(3),), embed=True, head=True), tp, torch.float32)
     init_from(model, plan)
     return {name: parameter.to_local().detach() for name, parameter in model.named_parameters()}

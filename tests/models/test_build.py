@@ -101,7 +101,7 @@ def test_stages_of_any_split_hold_each_parameter_once_with_the_same_values(tied)
     for borders in ([0, 3], [0, 1, 3], [0, 2, 3], [0, 1, 2, 3]):
         names, hidden, last = [], None, len(borders) - 2
         for stage in range(last + 1):
-            part = Part(layers=range(*borders[stage : stage + 2]), embed=stage == 0, head=stage == last)
+            part = Part(chunks=(range(*borders[stage : stage + 2]),), embed=stage == 0, head=stage == last)
             model = build_part(plan, part, TensorGroup(), torch.float32)
             hidden = model.language(text, hidden)
             names += gradients(model)
@@ -114,7 +114,7 @@ def test_stages_of_any_split_hold_each_parameter_once_with_the_same_values(tied)
 
 
 def test_a_stage_in_the_middle_needs_hidden_states():
-    model = build_part(make_plan(), Part(layers=range(1, 2)), TensorGroup(), torch.float32)
+    model = build_part(make_plan(), Part(chunks=(range(1, 2),)), TensorGroup(), torch.float32)
     with pytest.raises(ValueError, match="does not embed"):
         model.language(make_text(make_plan()))
 

@@ -8,6 +8,10 @@ from mmlab.plan import Plan
 @st.composite
 def plans(draw: st.DrawFn) -> Plan:
     dp, pp, m = draw(st.integers(1, 3)), draw(st.integers(1, 4)), draw(st.integers(1, 6))
+    schedule = draw(st.sampled_from(("gpipe", "1f1b", "interleaved", "zb_h1", "zb_v")))
+    chunks = {"interleaved": draw(st.integers(2, 3)), "zb_v": 2}.get(schedule, 1)
+    m = -(-m // pp) * pp if schedule == "interleaved" else m
+    layers = draw(st.lists(st.integers(1, 3), min_size=pp * chunks, max_size=pp * chunks))
     placement = draw(st.sampled_from(("own_ranks", "own_ranks", "first_stage", "all_ranks")))
     return Plan().with_(
         {
@@ -19,10 +23,12 @@ def plans(draw: st.DrawFn) -> Plan:
             "parallel.tp": draw(st.sampled_from((1, 2, 4))),
             "parallel.pp": pp,
             "parallel.microbatches": m,
-            "parallel.schedule": draw(st.sampled_from(("gpipe", "1f1b"))),
+            "parallel.schedule": schedule,
+            "parallel.chunks": draw(st.sampled_from((chunks, 0 if chunks < 3 else chunks))),
+            "parallel.layers_per_stage": draw(st.sampled_from((layers, []))),
             "parallel.projector": draw(st.sampled_from(("vision", "first_stage"))),
             "data.global_batch": dp * m * draw(st.integers(1, 3)),
-            "model.language.layers": draw(st.integers(pp, 9)),
+            "model.language.layers": sum(layers),
             "model.language.tied_embeddings": draw(st.booleans()),
             "train.vision.frozen": draw(st.booleans()),
             "train.projector.frozen": draw(st.booleans()),

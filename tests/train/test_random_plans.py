@@ -20,7 +20,7 @@ SPACE = {
     "parallel.pp": (1, 2, 2, 4),
     "parallel.projector": ("vision", "first_stage"),
     "parallel.transfer": ("p2p", "all_gather"),
-    "parallel.schedule": ("gpipe", "1f1b"),
+    "parallel.schedule": ("gpipe", "1f1b", "interleaved", "zb_h1", "zb_v"),
     "parallel.microbatches": (1, 2, 4),
     "model.language.tied_embeddings": (True, False),
     "model.language.kv_heads": (4, 2),

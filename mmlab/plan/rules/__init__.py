@@ -6,7 +6,7 @@ To add a rule, write a function that takes a plan and yields problems, and put i
 from __future__ import annotations
 
 from mmlab.plan.problems import Problem
-from mmlab.plan.rules import availability, cluster, general, layout, lora, model, sharding
+from mmlab.plan.rules import availability, cluster, general, layout, lora, model, pipeline, sharding
 from mmlab.plan.rules.common import Rule, check_platform
 from mmlab.plan.rules.engines import engine_count
 from mmlab.plan.schema import Plan
@@ -22,7 +22,11 @@ RULES: tuple[Rule, ...] = (
     model.vision_heads,
     model.language_heads,
     layout.tensor_split,
-    layout.stages,
+    pipeline.chunks,
+    pipeline.stages,
+    pipeline.split,
+    pipeline.interleaved_microbatches,
+    pipeline.sharded_schedule,
     general.batch,
     general.sequence,
     layout.tensor_group_on_node,

@@ -11,7 +11,6 @@ from mmlab.plan.schema import Plan
 AVAILABLE: tuple[tuple[str, tuple[object, ...]], ...] = (
     ("parallel.cp", (1,)),
     ("parallel.sp", (False,)),
-    ("parallel.schedule", ("1f1b", "gpipe")),
     ("parallel.engine", ("native",)),
     ("sharding.vision", ("whole",)),
     ("sharding.projector", ("whole",)),

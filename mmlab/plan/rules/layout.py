@@ -45,14 +45,6 @@ def tensor_split(plan: Plan) -> Iterator[Problem]:
         yield Problem("parallel.tp", message, Fix("use a degree that divides them", (f"parallel.tp={fits}",)))
 
 
-def stages(plan: Plan) -> Iterator[Problem]:
-    """At least one decoder block a stage."""
-    layers, pp = plan.model.language.layers, plan.parallel.pp
-    if pp > layers:
-        message = f"{pp} stages for {layers} decoder layers: some would be empty."
-        yield Problem("parallel.pp", message, Fix("use at most one a layer", (f"parallel.pp={layers}",)))
-
-
 def tensor_group_on_node(plan: Plan) -> Iterator[Problem]:
     """A tensor group never crosses a node: its collectives run in every block."""
     tp, room = plan.parallel.tp, plan.cluster.ranks_per_node
