@@ -10,6 +10,8 @@ Kinds and what they carry beside `t` (seconds since the epoch), `kind`, `lineage
 - `command`: id, verb, args, ok, ranks, message
 - `checkpoint`: name, path, seconds, bytes; `restore`: name, from_step, values {live key: as saved}
 - `eval`: loss, loss_swapped (null without images), tokens; `samples`: folder, items [{image, truth, text, prompt}]
+- `balance`: times {part: seconds}, layers_per_stage (the split chosen from them), seconds and even [of each rank of a
+  pipeline, with that and with an even split]
 - `bad_image`: sample, reason; `warning`: message
 """
 

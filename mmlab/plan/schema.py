@@ -82,6 +82,11 @@ class ParallelConfig(Section):
         return self.chunks or (2 if self.schedule in ("interleaved", "zb_v") else 1)
 
     @property
+    def undecided(self) -> bool:
+        """Whether the split of the decoder is still to be measured, when a run starts."""
+        return self.balance == "measured" and not self.layers_per_stage and self.pp > 1
+
+    @property
     def splits_backward(self) -> bool:
         """Whether backward runs as two ops, one for inputs and one for the weights of linear layers."""
         return self.schedule in ("zb_h1", "zb_v")
