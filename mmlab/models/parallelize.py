@@ -26,10 +26,9 @@ def shard_part(plan: Plan, part: PartModel, shards: Mapping[str, ShardGroup], tr
         if module is None or name not in shards:
             continue
         layers = getattr(plan.sharding, name) == "layer"
-        chains: Sequence[Sequence[nn.Module]] = ()
+        chains: Sequence[Sequence[nn.Module]] = module.chains() if layers else ()
         if isinstance(module, DecoderStage):
             module.always_grad = True
-            chains = module.chains() if layers else ()
         keep, each = plan.parallel.sharding == "zero2", plan.sharding.reduce == "microbatch"
         found[name] = Sharded(module, chains, shards[name], traffic, keep=keep, each=each)
     return found

@@ -32,7 +32,8 @@ class PatchEmbedding(nn.Module):
         grid = side // self.patch
         cut = pixels.reshape(images, channels, grid, self.patch, grid, self.patch).permute(0, 2, 4, 1, 3, 5)
         bias = None if self.bias is None else local(self.bias, pixels.dtype)
-        return F.linear(cut.reshape(images, grid * grid, -1), local(self.weight, pixels.dtype).flatten(1), bias)
+        weight = local(self.weight, pixels.dtype).flatten(1)
+        return F.linear(cut.reshape(images, grid * grid, weight.shape[1]), weight, bias)
 
 
 class Embeddings(nn.Module):
@@ -138,7 +139,8 @@ class VisionTransformer(nn.Module):
         if self.pre_layrnorm is not None:
             hidden = self.pre_layrnorm(hidden)
         hidden = self.encoder(hidden)
-        return hidden[:, 1:] if self.post_layernorm is None else self.post_layernorm(hidden)
+        # Cloned, because FSDP2's hooks sit on what a module returns and warn of views.
+        return hidden[:, 1:].clone() if self.post_layernorm is None else self.post_layernorm(hidden)
 
 
 class VisionEncoder(nn.Module):
@@ -154,6 +156,10 @@ class VisionEncoder(nn.Module):
         super().__init__()
         self.dtype = dtype
         self.vision_model = VisionTransformer(config, make, recompute=recompute)
+
+    def chains(self) -> list[list[nn.Module]]:
+        """What can be gathered piece by piece, in the order in which it runs."""
+        return [list(self.vision_model.encoder.layers)]
 
     def forward(self, pixels: Tensor) -> Tensor:
         """Pixels [N, 3, S, S], normalised, -> features [N, P, D] in the computation's format."""

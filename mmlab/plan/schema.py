@@ -44,11 +44,12 @@ class ParallelConfig(Section):
     cp: int = Field(1, ge=1)
     """Context-parallel ranks (the sequence split)."""
     cp_mode: Literal["ring", "ulysses"] = "ring"
-    """How context-parallel ranks attend over the whole sequence."""
+    """How context-parallel ranks attend over the whole sequence: keys and values travel from rank to rank, or each rank
+    computes a share of the heads."""
     cp_scope: Literal["all", "image"] = "all"
-    """Which tokens context parallelism splits."""
+    """Which tokens context parallelism splits: all, or image tokens alone (text is then computed on every rank)."""
     sp: bool = False
-    """Megatron sequence parallel inside the tensor group."""
+    """Megatron sequence parallel inside the tensor group: norms and residuals on a share of the tokens."""
     projector: Literal["vision", "first_stage"] = "vision"
     """Which side of the exchange computes the projector."""
     transfer: Literal["p2p", "all_gather"] = "p2p"

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 import torch
 from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
 
 from mmlab.data.manifest import StepManifest
 from mmlab.models.build import PartModel
@@ -27,6 +28,8 @@ class EncoderRunner:
         assert part.vision is not None
         self.plan, self.mesh, self.vision = plan, mesh, part.vision
         self.projector = part.projector if plan.parallel.projector == "vision" else None
+        self.sharded = isinstance(self.vision, FSDPModule) or isinstance(self.projector, FSDPModule)
+        """Whether a rank without images computes on none: it takes part in gathering weights for those that have."""
         self.owner = mesh.place.vision
         self.together = plan.parallel.encoder_batch
         self.tokens_per_tile = plan.model.vision.tokens_per_tile
@@ -70,9 +73,11 @@ class EncoderRunner:
         assert self.manifest is not None
         group = self._together(op.microbatch)
         positions = [position for m in group for position in self.manifest.owned(self.owner, m)]
-        if not positions:
+        if not positions and not self.sharded:
             return
-        images = torch.cat([self.pixels[position] for position in positions]).to(self.mesh.device)
+        side = self.plan.model.vision.image_size
+        images = torch.cat([torch.empty(0, 3, side, side), *(self.pixels[position] for position in positions)])
+        images = images.to(self.mesh.device)
         tokens = self.vision(images)
         if self.projector is not None:
             tokens = self.projector(tokens)
@@ -117,4 +122,4 @@ class EncoderRunner:
         output = self._outputs.pop(group[0], None)
         if output is not None and output.requires_grad:
             grads = [self._grads.pop(m) for m in group if m in self._grads]
-            torch.autograd.backward(output, torch.cat(grads))
+            torch.autograd.backward(output, torch.cat([torch.zeros_like(output[:0]), *grads]))

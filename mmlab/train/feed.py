@@ -10,6 +10,7 @@ from mmlab.data.packed import PackedText
 from mmlab.data.pipeline import DataSource
 from mmlab.data.prefetch import Prefetcher
 from mmlab.errors import DataError
+from mmlab.models.attention import share
 from mmlab.parallel.mesh import Mesh
 from mmlab.plan.schema import Plan
 from mmlab.train.step import StepInput
@@ -92,7 +93,7 @@ class Feed:
         texts = {}
         for m in range(self.plan.parallel.microbatches):
             text = self.source.text(manifest, manifest.microbatch(place.dp, m), bad)
-            texts[m] = text.to(self.mesh.device)
+            texts[m] = share(text, self.plan.model, self.mesh.cp).to(self.mesh.device)
         return texts
 
     def _judge(self, manifest: StepManifest, bad: frozenset[int]) -> None:

@@ -27,6 +27,9 @@ LAYOUTS = [
      "parallel.tp=2", "parallel.pp=1"),
     ("parallel.vision=all_ranks", "parallel.vision_dp=0", "parallel.tp=2", "parallel.encoder_batch=2",
      "parallel.projector=first_stage"),
+    ("parallel.tp=2", "parallel.sp=true", "parallel.cp=2"),
+    ("parallel.cp=2", "parallel.cp_scope=image", "parallel.pp=1"),
+    ("parallel.cp=2", "parallel.cp_mode=ulysses", "parallel.pp=1", "parallel.dp=2", "parallel.sharding=zero3"),
 ]  # fmt: skip
 
 
@@ -36,7 +39,7 @@ def test_evaluation_does_not_depend_on_the_layout(pool, shards, tmp_path):
     for number, changes in enumerate(LAYOUTS):
         plan = make_plan(shards, f"data.held_out='{shards}'", "train.steps=3", "train.vision.lr=0.01", *changes)
         run = LiveRun(pool, plan, tmp_path / str(number))
-        assert set(run.join()) == {"finished"}
+        assert set(run.join()) == {"finished"}, (changes, run.events("failed"))
         evaluation, samples = run.events("eval")[0], run.events("samples")[0]
         answers = [(item["truth"], item["text"]) for item in samples["items"]]
         found.append((evaluation["loss"], evaluation["loss_swapped"], answers))

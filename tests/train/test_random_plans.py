@@ -25,6 +25,8 @@ SPACE = {
     "model.language.tied_embeddings": (True, False),
     "model.language.kv_heads": (4, 2),
     "train.activation_checkpointing": (False, False, True),
+    "train.vision.lora_rank": (0, 0, 0, 2),
+    "train.language.lora_rank": (0, 0, 2),
     "train.vision.frozen": (False, False, True),
     "train.projector.frozen": (False, False, True),
     "train.language.frozen": (False, False, False, True),

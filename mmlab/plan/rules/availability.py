@@ -9,11 +9,7 @@ from mmlab.plan.problems import Fix, Problem
 from mmlab.plan.schema import Plan
 
 AVAILABLE: tuple[tuple[str, tuple[object, ...]], ...] = (
-    ("parallel.cp", (1,)),
-    ("parallel.sp", (False,)),
     ("parallel.engine", ("native",)),
-    ("sharding.vision", ("whole",)),
-    ("sharding.projector", ("whole",)),
     ("offload.mode", ("none",)),
     ("communication.vision.compressor", ("none",)),
     ("communication.language.compressor", ("none",)),
