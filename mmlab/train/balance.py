@@ -70,8 +70,7 @@ def measure(plan: Plan, device: torch.device) -> LayerTimes:
     language = model.language
     assert language is not None
     hidden = torch.randn(text.tokens, plan.model.language.hidden, dtype=language.dtype, device=device).requires_grad_()
-    config = plan.model.language
-    sequences = Sequences.of(text, config.head_dim, config.rope_theta, language.dtype)
+    sequences = Sequences.of(text, plan.model.language, language.dtype)
     block, table = language.model.layers["0"], language.model.embed_tokens
     assert table is not None
     share = -(-tiles // (p.tp * p.cp))
