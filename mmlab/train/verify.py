@@ -5,6 +5,7 @@ These functions run in rank processes; `mmlab.cluster.verify` starts them.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections import defaultdict
 from dataclasses import dataclass, field
@@ -68,8 +69,9 @@ def run_ranks(rank: int, world: int, host: str, port: int, plan_text: str, steps
         feed.reset(feed.cursors, 0)
         for step in range(1, steps + 1):
             batch = feed.batch()
-            ride = Ride(next_bad=feed.next_bad, next_size=plan.data.global_batch)
-            result = runner.train(plan, step, batch, ride, inspect)
+            ride = Ride(next_bad=functools.cache(feed.next_bad), next_size=plan.data.global_batch)
+            while (result := runner.train(plan, step, batch, ride, inspect)).overflow:
+                shards.grads.pop()  # fp16: the same batch with a smaller loss scale
             feed.agree(result.next_bad)
             shards.losses.append(result.loss)
             shards.params.append({n: local_tensor(p).clone() for n, p in built.part.named_parameters()})

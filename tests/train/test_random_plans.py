@@ -30,6 +30,7 @@ SPACE = {
     "train.vision.frozen": (False, False, True),
     "train.projector.frozen": (False, False, True),
     "train.language.frozen": (False, False, False, True),
+    "train.projector.lora_rank": (0, 0, 0, 3),
 }  # fmt: skip
 """Values that are drawn; a value that stands twice is drawn twice as often."""
 
