@@ -321,6 +321,7 @@ class Session:
 
     def close(self) -> None:
         """End helpers of this rank."""
+        self.runner.close()
         self.feed.close()
         self.evaluator.close()
         if self.log is not None:

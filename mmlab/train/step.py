@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -20,6 +20,7 @@ from mmlab.parallel.pipeline import Handler, forward_ops, run_ops
 from mmlab.parallel.watch import Watch
 from mmlab.plan.ops import Op
 from mmlab.plan.schema import MODULES, Plan
+from mmlab.train.ahead import Pixels
 from mmlab.train.build import EMBEDDING, Built
 from mmlab.train.complete import closing_ops
 from mmlab.train.encoder import EncoderRunner
@@ -32,13 +33,15 @@ from mmlab.train.stage import StageRunner
 class StepInput:
     """What a rank needs for a step: `texts[microbatch]` on stage ranks, `pixels[position]` on ranks that encode.
 
-    `bad` are the positions whose image could not be decoded, agreed by all ranks; their targets are masked.
+    `bad` are the positions whose image could not be decoded, agreed by all ranks; their targets are masked. `coming`
+    are the steps that the encoder is to work ahead on.
     """
 
     manifest: StepManifest
     bad: frozenset[int]
     texts: Mapping[int, PackedText] = field(default_factory=dict)
     pixels: Mapping[int, Tensor] = field(default_factory=dict)
+    coming: Sequence[tuple[StepManifest, Pixels]] = ()
 
     @property
     def targets(self) -> int:
@@ -90,8 +93,9 @@ class HybridStep:
     def __init__(self, plan: Plan, mesh: Mesh, built: Built, watch: Watch) -> None:
         self.plan, self.mesh, self.built, self.watch = plan, mesh, built, watch
         self.scale = LossScale(plan)
+        encodes = mesh.place.vision >= 0
+        self.encoder = EncoderRunner(plan, mesh, built.part, watch.background) if encodes else None
         self._groups = {axis: mesh.layout.groups(axis) for axis in AXES}
-        self.encoder = EncoderRunner(plan, mesh, built.part) if mesh.place.vision >= 0 else None
         self.stage = StageRunner(plan, mesh, built.part, built.weights) if mesh.place.role == "language" else None
         self._handlers: dict[str, Handler] = {}
         for runner in (self.encoder, self.stage):
@@ -138,7 +142,7 @@ class HybridStep:
 
     def _begin(self, batch: StepInput) -> None:
         if self.encoder is not None:
-            self.encoder.begin(batch.manifest, batch.pixels)
+            self.encoder.begin(batch.manifest, batch.pixels, batch.coming)
         if self.stage is not None:
             self.stage.begin(batch.manifest, batch.texts, batch.targets)
             self.stage.loss_scale = self.scale.value
@@ -198,6 +202,11 @@ class HybridStep:
             self.flush()
         self.end_sharded()
         return float(self.stage.loss_sum) if self.stage is not None and self.mesh.place.tp == 0 else 0.0
+
+    def close(self) -> None:
+        """End what works in the background."""
+        if self.encoder is not None:
+            self.encoder.close()
 
     def end_sharded(self) -> None:
         """Wait for gradients that FSDP2 sums, and drop the weights that it has gathered."""

@@ -77,6 +77,7 @@ def run_ranks(rank: int, world: int, host: str, port: int, plan_text: str, steps
             shards.params.append({n: local_tensor(p).clone() for n, p in built.part.named_parameters()})
         torch.save(vars(shards), Path(folder) / f"rank-{rank}.pt")
     finally:
+        runner.close()
         feed.close()
         close_mesh(mesh)
 

@@ -20,6 +20,8 @@ SPACE = {
     "parallel.pp": (1, 2, 2, 4),
     "parallel.projector": ("vision", "first_stage"),
     "parallel.transfer": ("p2p", "all_gather"),
+    "parallel.encoder_batch": (1, 1, 2),
+    "parallel.encoder_ahead": (0, 0, 1, 2),
     "parallel.schedule": ("gpipe", "1f1b", "interleaved", "zb_h1", "zb_v"),
     "parallel.microbatches": (1, 2, 4),
     "model.language.tied_embeddings": (True, False),
