@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from mmlab.parallel import shm
+from mmlab.parallel.context.split import ContextGroup
 from mmlab.parallel.exchange import Link
 from mmlab.parallel.sharding import ShardGroup, shard_groups
 from mmlab.parallel.tensor import TensorGroup
@@ -38,6 +39,7 @@ class Mesh:
     device: torch.device
     control: dist.ProcessGroup | None
     tp: TensorGroup
+    cp: ContextGroup
     reductions: Mapping[str, dist.ProcessGroup | None]
     embedding: dist.ProcessGroup | None
     forward: Link
@@ -72,7 +74,7 @@ def build_mesh(plan: Plan, layout: Layout, rank: int, store: dist.Store | None, 
     alone, traffic = TensorGroup(), Traffic()
     if len(layout.places) == 1:
         forward_link, backward_link = (Link(None, rank, device, traffic) for _ in range(2))
-        return Mesh(layout, place, device, None, alone, {}, None, forward_link, backward_link, traffic)
+        return Mesh(layout, place, device, None, alone, ContextGroup(), {}, None, forward_link, backward_link, traffic)
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     if device.type == "cpu" and plan.cluster.collectives == "shm":
         shm.register()  # takes gloo by itself where the ranks share no x86-64 Linux host or have no memory to share
@@ -87,7 +89,8 @@ def build_mesh(plan: Plan, layout: Layout, rank: int, store: dist.Store | None, 
     if plan.parallel.chunks_per_rank > 1:
         forward_down, backward_down = (dist.new_group(everyone, timeout=GROUP_TIMEOUT) for _ in range(2))
     tp_group = _my_group(layout.tp_groups, rank)
-    dp_group = _my_group(layout.dp_groups, rank)
+    cp_group = _my_group(layout.cp_groups, rank)
+    language_group = _my_group(layout.language_groups, rank)
     vision_group = _my_group([layout.vision_ranks], rank)
     tied = plan.model.language.tied_embeddings
     embedding = _my_group(layout.embedding_groups if tied else [], rank)
@@ -96,14 +99,18 @@ def build_mesh(plan: Plan, layout: Layout, rank: int, store: dist.Store | None, 
     if tp_group is not None:
         sharded = shards.get("language")
         mesh = sharded.grid["tp"] if sharded else DeviceMesh.from_group(tp_group, device.type, mesh_dim_names=("tp",))
-        tp = TensorGroup(tp_group, place.tp, plan.parallel.tp, mesh, traffic)
+        tp = TensorGroup(tp_group, place.tp, plan.parallel.tp, mesh, traffic, plan.parallel.sp)
+    cp = ContextGroup()
+    if cp_group is not None:
+        p = plan.parallel
+        cp = ContextGroup(cp_group, place.cp, p.cp, p.cp_mode, p.cp_scope, traffic)
     reductions = {
         "vision": vision_group,
-        "projector": vision_group if plan.parallel.projector == "vision" else dp_group,
-        "language": dp_group,
+        "projector": vision_group if plan.parallel.projector == "vision" else language_group,
+        "language": language_group,
     }
     return Mesh(
-        layout, place, device, control, tp, reductions, embedding,
+        layout, place, device, control, tp, cp, reductions, embedding,
         Link(forward, rank, device, traffic, forward_down),
         Link(backward, rank, device, traffic, backward_down), traffic, shards,
     )  # fmt: skip
