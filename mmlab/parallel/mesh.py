@@ -112,7 +112,7 @@ def build_mesh(plan: Plan, layout: Layout, rank: int, store: dist.Store | None, 
     vision_group = _my_group([layout.vision_ranks], rank, "vision")
     tied = plan.model.language.tied_embeddings
     embedding = _my_group(layout.embedding_groups if tied else [], rank, "embedding")
-    shards = shard_groups(layout, rank, device, tp_group, GROUP_TIMEOUT)
+    shards = shard_groups(layout, rank, device, tp_group, GROUP_TIMEOUT, traffic)
     tp = alone
     if tp_group is not None:
         sharded = shards.get("language")
