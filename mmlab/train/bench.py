@@ -14,6 +14,7 @@ from mmlab.data.pipeline import DataSource
 from mmlab.parallel.mesh import build_mesh, close_mesh
 from mmlab.parallel.watch import Watch
 from mmlab.plan import Plan
+from mmlab.train.balance import settle
 from mmlab.train.build import build
 from mmlab.train.feed import Feed
 from mmlab.train.runner import make_runner
@@ -34,6 +35,7 @@ def run_steps(rank: int, world: int, host: str, port: int, plan_text: str, steps
     store = dist.TCPStore(host, port, is_master=False) if world > 1 else None
     mesh = build_mesh(plan, layout, rank, store, device)
     try:
+        plan, _ = settle(plan, mesh)
         built = build(plan, mesh)
         runner, feed = make_runner(plan, mesh, built, Watch(telemetry=False)), Feed(plan, mesh, DataSource(plan))
         try:

@@ -268,7 +268,9 @@ class HybridStep:
     def _update(self, plan: Plan, step: int, factor: float) -> dict[str, float]:
         """Multiply the gradients (clipping) and apply them; returns the learning rates."""
         self.built.reducer.scale(factor)
-        return self.built.optimizer.step(plan, step, self.built.reducer.grads)
+        rates = self.built.optimizer.step(plan, step, self.built.reducer.grads)
+        self.built.reducer.release()
+        return rates
 
     def forward(self, batch: StepInput, microbatches: int) -> float:
         """The forward half alone, without gradients; returns this rank's sum of losses (0 except on last stages)."""

@@ -22,6 +22,7 @@ from mmlab.data.pipeline import DataSource
 from mmlab.parallel.mesh import build_mesh, close_mesh
 from mmlab.parallel.watch import Watch
 from mmlab.plan import Plan
+from mmlab.train.balance import settle
 from mmlab.train.build import build
 from mmlab.train.feed import Feed
 from mmlab.train.plain import StepRecord, run_plain
@@ -55,6 +56,7 @@ def run_ranks(rank: int, world: int, host: str, port: int, plan_text: str, steps
     plan = Plan.loads(plan_text)
     store = dist.TCPStore(host, port, is_master=False) if world > 1 else None
     mesh = build_mesh(plan, plan.layout(), rank, store, torch.device("cpu"))
+    plan, _ = settle(plan, mesh)
     built = build(plan, mesh)
     feed = Feed(plan, mesh, DataSource(plan))
     runner = make_runner(plan, mesh, built, Watch(telemetry=False))

@@ -8,6 +8,7 @@ from __future__ import annotations
 from mmlab.plan.problems import Problem
 from mmlab.plan.rules import (
     availability,
+    cluster,
     deepspeed,
     encoder,
     general,
@@ -49,6 +50,7 @@ RULES: tuple[Rule, ...] = (
     sequence.image_scope,
     general.something_trains,
     general.lanes,
+    cluster.shared_memory,
     lora.lora_targets,
     lora.lora_rank,
     lora.lora_frozen,
