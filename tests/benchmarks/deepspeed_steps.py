@@ -4,24 +4,29 @@ Both sides are runs of the same warm ranks, which take turns, so that whatever e
 is the median over the steps of all rounds; of each step the slowest rank counts. Both reduce gradients after each
 microbatch or once a step alike (`sharding.reduce`).
 
-    python tests/benchmarks/deepspeed.py [--plan laptop] [--dp 2] [--steps 12] [--rounds 4] [--json FILE] [key=value ...]
+    python tests/benchmarks/deepspeed_steps.py [--dp 2] [--steps 12] [--rounds 4] [--json FILE] [key=value ...]
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import os
-import platform
 import statistics
 from pathlib import Path
 from typing import Any
 
+from collectives import machine
+
 STAGES = ("zero1", "zero2", "zero3")
-MERGED = ("parallel.vision=first_stage", "parallel.vision_dp=0", "parallel.pp=1", "parallel.tp=1", "parallel.cp=1")
+MODEL = (
+    "model.language.hidden=256", "model.language.layers=6", "model.language.heads=8", "model.language.kv_heads=8",
+    "parallel.vision=first_stage", "parallel.vision_dp=0", "parallel.pp=1", "parallel.microbatches=1",
+    "data.global_batch=16", "data.seq_len=64", "data.held_out=",
+)  # fmt: skip
+"""That of `sharding.py`, so that the tables can be read together."""
 
 
-def measure(name: str, dp: int, steps: int, rounds: int, changes: tuple[str, ...] = ()) -> list[dict[str, Any]]:
+def measure(dp: int, steps: int, rounds: int, changes: tuple[str, ...] = ()) -> list[dict[str, Any]]:
     """One row for each stage: medians in milliseconds of "native" and "deepspeed", "ratio" (deepspeed / native), and
     "loss": how far the last losses of both sides are apart, relatively."""
     from mmlab.cluster.pool import RankPool
@@ -35,7 +40,7 @@ def measure(name: str, dp: int, steps: int, rounds: int, changes: tuple[str, ...
             for _ in range(rounds):
                 for engine, found in seconds.items():
                     asked = (f"parallel.dp={dp}", f"parallel.sharding={stage}", f"parallel.engine={engine}")
-                    plan = Plan.load(name).with_(*MERGED, *asked, *changes)
+                    plan = Plan.load("laptop").with_(*MODEL, *asked, *changes)
                     plan.check().raise_if_any()
                     ranks = pool.run("mmlab.train.bench:run_steps", plan.dumps(), steps, ranks=dp, timeout=900)
                     found += [max(r["seconds"][step] for r in ranks) for step in range(steps)]
@@ -57,26 +62,19 @@ def table(rows: list[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
-def machine() -> str:
-    """What this was measured on."""
-    import torch
-
-    load = " ".join(f"{value:.1f}" for value in os.getloadavg())
-    return f"{os.cpu_count()} cores, {platform.system()} {platform.machine()}, torch {torch.__version__}, load {load}"
-
-
 def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("changes", nargs="*")
-    parser.add_argument("--plan", default="laptop")
     parser.add_argument("--dp", type=int, default=2)
     parser.add_argument("--steps", type=int, default=12)
     parser.add_argument("--rounds", type=int, default=4)
     parser.add_argument("--json", type=Path)
     given = parser.parse_args()
-    rows = measure(given.plan, given.dp, given.steps, given.rounds, tuple(given.changes))
-    print(f"{given.plan}, dp {given.dp}{''.join(' ' + change for change in given.changes)}; {machine()}")
+    rows = measure(given.dp, given.steps, given.rounds, tuple(given.changes))
+    print(
+        f"laptop, {' '.join(MODEL[:4])}, dp {given.dp}{''.join(' ' + change for change in given.changes)}; {machine()}"
+    )
     print(table(rows))
     if given.json:
         given.json.write_text(json.dumps({"machine": machine(), "rows": rows}))
