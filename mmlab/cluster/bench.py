@@ -30,9 +30,10 @@ ROUNDS = 2
 
 
 def bench_offload(plan: Plan, steps: int, say: Callable[[str], None] = lambda text: None) -> list[dict[str, Any]]:
-    """One row for each mode: "mode", "sharding", "steps_per_s" (median), "slower" (share lost against the same sharding
-    without offload), "seconds" of each step, "off_device" and "peak" (bytes, of the rank with most), "losses"; "problem" where a mode cannot
-    run here. PlanError when the plan itself cannot run under DeepSpeed; MmlabError with what else is at fault."""
+    """One row for each mode: "mode", "sharding", "seconds" of each step, "steps_per_s" (median), "slower" (share lost
+    against the same sharding without offload), "off_device" and "peak" (bytes, of the rank with most), "losses";
+    "problem" where a mode cannot run here. PlanError when the plan itself cannot run under DeepSpeed; MmlabError with
+    what else is at fault."""
     check_platform()
     rows: list[tuple[dict[str, Any], Plan]] = []
     for mode, case in cases(plan):
@@ -44,9 +45,7 @@ def bench_offload(plan: Plan, steps: int, say: Callable[[str], None] = lambda te
     measured = [(row, case) for row, case in rows if "problem" not in row]
     for number in range(ROUNDS):
         for row, case in measured:
-            say(
-                f"round {number + 1}: {row['sharding']}, offload {row['mode']}: {steps} steps on {case.world_size} ranks"
-            )
+            say(f"round {number + 1}: {row['sharding']}, offload {row['mode']}, {steps} steps")
             found = _run(case, steps)
             row["seconds"] += [max(result["seconds"][step] for result in found) for step in range(steps)]
             row |= {"losses": found[0]["losses"]}
