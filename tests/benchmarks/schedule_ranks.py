@@ -143,7 +143,7 @@ class Ours:
 
 
 class Chunk(nn.Module):
-    """One stage as torch's pipelining wants it: [1, T] ids or [1, T, D] -> [1, T, D]."""
+    """One stage as torch's pipelining wants it: ids [T] or [T, D] -> [T, D], no view (its split backward asks so)."""
 
     def __init__(self, plan: Plan, part: Part, text: PackedText) -> None:
         super().__init__()
@@ -151,11 +151,11 @@ class Chunk(nn.Module):
         self.text, self.embeds = text, part.embed
 
     def forward(self, x: Tensor) -> Tensor:
-        text, hidden = self.text, x[0]
+        text = self.text
         if self.embeds:
-            text = PackedText(hidden, text.position_ids, text.targets, text.seqlens, text.image_positions, text.samples)
-            return self.part.language(text).unsqueeze(0)
-        return self.part.language(text, hidden).unsqueeze(0)
+            text = PackedText(x, text.position_ids, text.targets, text.seqlens, text.image_positions, text.samples)
+            return self.part.language(text)
+        return self.part.language(text, x)
 
 
 class TimedStage(PipelineStage):
@@ -208,7 +208,7 @@ class Theirs:
 
         def loss(output: Tensor, target: Tensor) -> Tensor:
             start = time.perf_counter()
-            found = head.part.language.loss(output[0], target[0]) / (m * tokens)
+            found = head.part.language.loss(output, target) / (m * tokens)
             self.busy.append(("forward", -1, 0, start, time.perf_counter()))
             return found
 
@@ -216,8 +216,8 @@ class Theirs:
         single = kind in (ScheduleGPipe, Schedule1F1B)
         self.schedule = kind(made[0] if single else made, m, loss_fn=loss, scale_grads=False)
         self.first, self.last = mesh.layout.embeds(place), head is not None
-        self.ids = torch.stack([text.input_ids for text in texts])
-        self.targets = torch.stack([text.targets for text in texts])
+        self.ids = torch.cat([text.input_ids for text in texts])  # cut into microbatches along dim 0
+        self.targets = torch.cat([text.targets for text in texts])
         self.losses: list[Tensor] = []
 
     def step(self) -> Busy:
