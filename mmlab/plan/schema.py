@@ -83,6 +83,11 @@ class ParallelConfig(Section):
         return self.chunks or (2 if self.schedule in ("interleaved", "zb_v") else 1)
 
     @property
+    def undecided(self) -> bool:
+        """Whether the split of the decoder is still to be measured, when a run starts."""
+        return self.balance == "measured" and not self.layers_per_stage and self.pp > 1
+
+    @property
     def splits_backward(self) -> bool:
         """Whether backward runs as two ops, one for inputs and one for the weights of linear layers."""
         return self.schedule in ("zb_h1", "zb_v")
@@ -132,7 +137,10 @@ class OffloadConfig(Section):
     """What leaves device memory between uses."""
 
     mode: Literal["none", "optimizer", "parameters", "nvme"] = "none"
-    """Nothing, the optimizer state, optimizer and parameters, or both to NVMe."""
+    """Nothing, the optimizer state, optimizer and parameters, or both to NVMe; of the language model alone (the encoder
+    and the projector stay on the device). With engine = "deepspeed"."""
+    nvme_path: str = ""
+    """Folder on the NVMe disk, for mode = "nvme"; each rank has files of its own in it."""
 
 
 class GroupCommunication(Section):
@@ -265,8 +273,12 @@ class ClusterConfig(Section):
     """Seconds that local engines may take to start (batch profiles wait without limit), likewise."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where ranks compute; auto takes CUDA where torch sees one GPU for each rank of the host."""
-    collectives: Literal["gloo", "shm"] = "gloo"
-    """How CPU ranks talk: gloo, or shared memory where they share an x86-64 Linux host (else gloo, with a warning)."""
+    collectives: Literal["auto", "shm", "gloo"] = "auto"
+    """How CPU ranks talk: shm and auto take shared memory between ranks of one x86-64 Linux host, and gloo where that
+    cannot be had, of which shm warns everywhere, auto only on such a host; gloo takes gloo. Ranks on CUDA take NCCL."""
+    shm_mb: float = Field(256.0, gt=0)
+    """Most shared memory that the process groups of the ranks of one host take together, in MB (1e6 bytes). A group
+    takes a quarter of what is left of it, or of what /dev/shm has free if that is less; at most 8.4 MB."""
 
 
 class TrackingConfig(Section):

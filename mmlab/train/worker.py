@@ -30,10 +30,12 @@ from mmlab.messages import (
     read_failures,
     write_failure,
 )
+from mmlab.parallel import shm
 from mmlab.parallel.abort import Connections
 from mmlab.parallel.mesh import Mesh, build_mesh, close_mesh
 from mmlab.parallel.watch import Watch
 from mmlab.plan import Layout, Plan
+from mmlab.train.balance import settle
 from mmlab.train.build import build
 from mmlab.train.control import Listener
 from mmlab.train.job import Job
@@ -126,7 +128,6 @@ def run_worker(job: Job, fault: Fault | None = None) -> str:
         watch = _watch(plan, paths, job, fault)
         set_threads(plan, plan.layout(), job.rank)
         mesh = build_mesh(plan, plan.layout(), job.rank, _join(job), pick_device(plan, plan.layout(), job.rank))
-        connections.mark()
         state = _run(plan, paths, mesh, watch, listener, job)
     except BaseException as error:
         _fail(job, paths, watch, connections, error)
@@ -162,12 +163,24 @@ def _run(plan: Plan, paths: RunPaths, mesh: Mesh, watch: Watch, listener: Listen
         early = EventLog(paths.events, _lineage(paths))
         early.emit("state", state="starting", reason="ranks are connected; opening the data, building the model")
         early.close()
-    session = Session(plan, paths, mesh, build(plan, mesh), watch, listener)
+    plan, measured = settle(plan, mesh)
+    if measured is not None and job.rank == 0:
+        plan.save(paths.plan)
+        early = EventLog(paths.events, _lineage(paths))
+        early.emit("balance", **measured)
+        early.close()
+    built = build(plan, mesh)  # DeepSpeed makes groups of its own
+    listener.connections.mark()
+    session = Session(plan, paths, mesh, built, watch, listener)
     try:
         session.start(job.restore)
         mine = {"rank": job.rank, "role": mesh.place.label, "pid": os.getpid(), "host": socket.gethostname()}
-        ranks = session.channel.gather(mine)
-        session.emit("state", step=session.steering.step, state="running", reason="", ranks=ranks)
+        found = session.channel.gather([mine, mesh.transports])
+        transport = _say_transport(session, {text for _, texts in found for text in texts})
+        ranks = [rank for rank, _ in found]
+        session.emit(
+            "state", step=session.steering.step, state="running", reason="", ranks=ranks, transport=transport
+        )  # fmt: skip
         state = train(session)
         session.channel.gather(True)  # nobody says finished before everybody is
         session.refuse_rest()
@@ -175,6 +188,18 @@ def _run(plan: Plan, paths: RunPaths, mesh: Mesh, watch: Watch, listener: Listen
         return state
     finally:
         session.close()
+
+
+def _say_transport(session: Session, found: set[str]) -> str:
+    """What the ranks talk through, in one line; a warning where it is less than the plan could expect."""
+    line = "; ".join(sorted(found))
+    wanted = session.plan.cluster.collectives
+    short = [text for text in found if text != shm.BEST and (wanted == "shm" or "no room" in text or "shm_mb" in text)]
+    if short and wanted != "gloo":
+        session.emit("warning", step=session.steering.step, message=f"some ranks talk through {'; '.join(short)}")
+    if line and session.log is not None:
+        print(f"ranks talk through {line}", flush=True)
+    return line
 
 
 def _kind(error: BaseException) -> str:
