@@ -1,7 +1,7 @@
 """What is said between processes: commands, acks, events, beacons. Small files, no torch."""
 
 from mmlab.messages.beacon import AXES, LEFT_UNSAID, PHASES, Beacon, BeaconState, all_left, read_beacons
-from mmlab.messages.control import Ack, Command, Inbox, new_command, read_ack, send, wait_ack
+from mmlab.messages.control import Ack, Command, Inbox, new_command, read_abort, read_ack, send, wait_ack
 from mmlab.messages.events import ENDED, Event, EventLog, planned_steps, read_events
 from mmlab.messages.failures import Failure, claim_report, read_failures, write_failure
 from mmlab.messages.files import RunPaths, process_alive, process_started, read_json, write_atomic, write_json
@@ -26,6 +26,7 @@ __all__ = [
     "planned_steps",
     "process_alive",
     "process_started",
+    "read_abort",
     "read_ack",
     "read_beacons",
     "read_events",

@@ -19,12 +19,15 @@ import torch.distributed as dist
 
 from mmlab.errors import MmlabError
 from mmlab.messages import (
+    Ack,
     Beacon,
     EventLog,
     Failure,
+    Inbox,
     RunPaths,
     claim_report,
     process_alive,
+    read_abort,
     read_beacons,
     read_events,
     read_failures,
@@ -36,7 +39,7 @@ from mmlab.parallel.mesh import Mesh, build_mesh, close_mesh
 from mmlab.parallel.watch import Watch
 from mmlab.plan import Layout, Plan
 from mmlab.train.build import build
-from mmlab.train.control import Listener
+from mmlab.train.control import Aborted, Listener
 from mmlab.train.job import Job
 from mmlab.train.loop import train
 from mmlab.train.session import Session
@@ -130,7 +133,7 @@ def run_worker(job: Job, fault: Fault | None = None) -> str:
         connections.mark()
         state = _run(plan, paths, mesh, watch, listener, job)
     except BaseException as error:
-        _fail(job, paths, watch, connections, error)
+        state = _end_early(job, paths, watch, listener, error)
     finally:
         listener.close()
         if mesh is not None:
@@ -178,6 +181,9 @@ def _run(plan: Plan, paths: RunPaths, mesh: Mesh, watch: Watch, listener: Listen
         session.refuse_rest()
         session.emit("state", step=session.steering.step, state=state, reason="")
         return state
+    except BaseException:
+        listener.uninterruptible()  # an abort does not interrupt the tidying up
+        raise
     finally:
         session.close()
 
@@ -216,6 +222,42 @@ def _describe(error: BaseException, watch: Watch, plan_role: str) -> str:
             "use smaller microbatches (parallel.microbatches), train.activation_checkpointing, or more ranks"
         )
     return f"{type(error).__name__}: {line}"
+
+
+def _end_early(job: Job, paths: RunPaths, watch: Watch, listener: Listener, error: BaseException) -> str:
+    """What becomes of a run that ends by an exception: stopped when it was aborted, else failed."""
+    while True:
+        try:
+            listener.uninterruptible()
+            break
+        except Aborted:  # raised by the control thread in this very moment
+            continue
+    cause = _kind(error)
+    if isinstance(error, Aborted) or (cause == "peer" and listener.aborted is not None):
+        _abort(job, paths, watch, listener, error)
+        return "stopped"
+    _fail(job, paths, watch, listener.connections, error)
+    return "failed"
+
+
+def _abort(job: Job, paths: RunPaths, watch: Watch, listener: Listener, error: BaseException) -> None:
+    """Free the other ranks; the first rank that is free answers the abort and writes the run's last state."""
+    traceback.clear_frames(error.__traceback__)
+    listener.connections.cut()
+    with contextlib.suppress(OSError):
+        if not claim_report(paths.failures, job.generation):
+            return
+        command = listener.aborted or read_abort(paths.control, job.generation, set())
+        source = command.source if command is not None else "api"
+        where = f"rank {job.rank} ({watch.role}) was in {watch.phase} of step {watch.step}"
+        log = EventLog(paths.events, _lineage(paths))
+        if command is not None:
+            log.emit("command", step=watch.step, id=command.id, verb="abort", args=command.args, source=source,
+                     ok=True, ranks=[job.rank], message=where)  # fmt: skip
+        log.emit("state", step=watch.step, state="stopped", reason=f"aborted ({source}); {where}")
+        log.close()
+        if command is not None:
+            Inbox(paths.control).answer(Ack(command.id, True, watch.step, [job.rank], where, time.time()))
 
 
 def _fail(job: Job, paths: RunPaths, watch: Watch, connections: Connections, error: BaseException) -> None:
