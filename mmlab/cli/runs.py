@@ -21,21 +21,8 @@ ACK_TIMEOUT = 60.0
 
 def register(app: typer.Typer) -> None:
     """Add the commands about runs."""
-    for command in (
-        list_all,
-        show,
-        traffic,
-        pause,
-        resume,
-        step,
-        set_,
-        checkpoint,
-        restore,
-        export,
-        doctor,
-        stop,
-        abort,
-    ):
+    looking, ending = (list_all, show, traffic, doctor), (stop, abort)
+    for command in (*looking, pause, resume, step, set_, checkpoint, restore, export, *ending):
         name = {"list_all": "runs", "set_": "set"}.get(command.__name__, command.__name__)
         app.command(name, rich_help_panel="Runs")(command)
 

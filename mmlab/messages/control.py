@@ -100,9 +100,8 @@ def read_abort(control: Path, generation: int, passed: set[str]) -> Command | No
         if path.name in passed:
             continue
         command = read_command(path)
-        if command is not None and command.verb == "abort":
-            if command.args.get("generation", generation) == generation:
-                return command
+        if command is not None and command.verb == "abort" and command.args.get("generation", generation) == generation:
+            return command
         passed.add(path.name)
     return None
 

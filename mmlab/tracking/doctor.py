@@ -79,7 +79,7 @@ class RankView:
 def _short(file: str) -> str:
     """A path in few characters: from the package on, or from here."""
     for mark in ("/site-packages/", "/mmlab/"):
-        head, found, tail = file.rpartition(mark)
+        _, found, tail = file.rpartition(mark)
         if found:
             return f"mmlab/{tail}" if mark == "/mmlab/" else tail
     path = Path(file)

@@ -18,6 +18,10 @@ class Steered:
 
     _record: RunRecord
 
+    def status(self) -> dict[str, Any]:
+        """The state of the run right now."""
+        return self._record.status()
+
     def pause(self) -> Sent:
         """Pause after the step under way."""
         return self._send("pause")
@@ -58,7 +62,7 @@ class Steered:
         return self._send("checkpoint", **({"name": name} if name else {}))
 
     def _send(self, verb: str, **args: Any) -> Sent:
-        status = self._record.status()
+        status = self.status()
         if status["state"] in ENDED:
             more = "; restore() (mmlab restore) starts it again from a checkpoint" if self._record.checkpoints() else ""
             raise MmlabError(f"{verb}: run {self._record.id} has ended ({status['state']}){more}")
