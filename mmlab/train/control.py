@@ -8,6 +8,7 @@ others and frees its rank from a collective that can no longer finish.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import json
 import threading
@@ -18,7 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from mmlab.messages import Ack, Command, Inbox, RunPaths, read_abort, read_failures
+from mmlab.messages import Ack, Command, Inbox, RunPaths, read_abort, read_aborted, read_failures, write_aborted
 from mmlab.parallel.abort import Connections
 from mmlab.parallel.mesh import Mesh
 from mmlab.train.vitals import Vitals
@@ -91,14 +92,23 @@ class Listener:
             if self.rank == 0 and any(self.paths.control.glob("*.json")):
                 self._waiting.set()
             if self.aborted is None:
-                self.aborted = read_abort(self.paths.control, self.generation, self._passed)
-                since = time.monotonic()
+                self.aborted, since = self._find_abort(), time.monotonic()
             others = [f for f in read_failures(self.paths.failures, self.generation) if f.rank != self.rank]
             if others or self.aborted is not None:  # at every look: who had not joined yet opens connections later
                 self.connections.cut()
             if self.aborted is not None and time.monotonic() - since > UNWIND:
                 self._interrupt()
                 since = time.monotonic()
+
+    def _find_abort(self) -> Command | None:
+        """What aborts this generation: a record that a faster rank made, or a command in the inbox, now on record."""
+        found = read_aborted(self.paths.failures, self.generation)
+        if found is None:
+            found = read_abort(self.paths.control, self.generation, self._passed)
+            if found is not None:
+                with contextlib.suppress(OSError):  # a full disk: the others read the inbox
+                    write_aborted(self.paths.failures, self.generation, found)
+        return found
 
     def _interrupt(self) -> None:
         """Raise Aborted in the training thread, wherever its Python code is: it is in no call that could be cut."""

@@ -21,6 +21,7 @@ from mmlab.errors import MmlabError
 from mmlab.messages import (
     Ack,
     Beacon,
+    Command,
     EventLog,
     Failure,
     Inbox,
@@ -28,6 +29,7 @@ from mmlab.messages import (
     claim_report,
     process_alive,
     read_abort,
+    read_aborted,
     read_beacons,
     read_events,
     read_failures,
@@ -232,32 +234,31 @@ def _end_early(job: Job, paths: RunPaths, watch: Watch, listener: Listener, erro
             break
         except Aborted:  # raised by the control thread in this very moment
             continue
-    cause = _kind(error)
-    if isinstance(error, Aborted) or (cause == "peer" and listener.aborted is not None):
-        _abort(job, paths, watch, listener, error)
+    command = listener.aborted or read_aborted(paths.failures, job.generation)
+    if isinstance(error, Aborted) or (command is not None and _kind(error) == "peer"):
+        traceback.clear_frames(error.__traceback__)
+        listener.connections.cut()
+        with contextlib.suppress(OSError):
+            _report_abort(job, paths, watch, command or read_abort(paths.control, job.generation, set()))
         return "stopped"
     _fail(job, paths, watch, listener.connections, error)
     return "failed"
 
 
-def _abort(job: Job, paths: RunPaths, watch: Watch, listener: Listener, error: BaseException) -> None:
-    """Free the other ranks; the first rank that is free answers the abort and writes the run's last state."""
-    traceback.clear_frames(error.__traceback__)
-    listener.connections.cut()
-    with contextlib.suppress(OSError):
-        if not claim_report(paths.failures, job.generation):
-            return
-        command = listener.aborted or read_abort(paths.control, job.generation, set())
-        source = command.source if command is not None else "api"
-        where = f"rank {job.rank} ({watch.role}) was in {watch.phase} of step {watch.step}"
-        log = EventLog(paths.events, _lineage(paths))
-        if command is not None:
-            log.emit("command", step=watch.step, id=command.id, verb="abort", args=command.args, source=source,
-                     ok=True, ranks=[job.rank], message=where)  # fmt: skip
-        log.emit("state", step=watch.step, state="stopped", reason=f"aborted ({source}); {where}")
-        log.close()
-        if command is not None:
-            Inbox(paths.control).answer(Ack(command.id, True, watch.step, [job.rank], where, time.time()))
+def _report_abort(job: Job, paths: RunPaths, watch: Watch, command: Command | None) -> None:
+    """The first rank that is free answers the abort and writes the run's last state."""
+    if not claim_report(paths.failures, job.generation):
+        return
+    source = command.source if command is not None else "api"
+    where = f"rank {job.rank} ({watch.role}) was in {watch.phase} of step {watch.step}"
+    log = EventLog(paths.events, _lineage(paths))
+    if command is not None:
+        log.emit("command", step=watch.step, id=command.id, verb="abort", args=command.args, source=source,
+                 ok=True, ranks=[job.rank], message=where)  # fmt: skip
+    log.emit("state", step=watch.step, state="stopped", reason=f"aborted ({source}); {where}")
+    log.close()
+    if command is not None:
+        Inbox(paths.control).answer(Ack(command.id, True, watch.step, [job.rank], where, time.time()))
 
 
 def _fail(job: Job, paths: RunPaths, watch: Watch, connections: Connections, error: BaseException) -> None:
