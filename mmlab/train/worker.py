@@ -128,14 +128,17 @@ def run_worker(job: Job, fault: Fault | None = None) -> str:
     listener = Listener(paths, job.rank, job.generation, connections)
     state, watch, mesh = "failed", Watch(), None
     try:
-        plan = Plan.load(paths.plan)
-        watch = _watch(plan, paths, job, fault)
-        set_threads(plan, plan.layout(), job.rank)
-        mesh = build_mesh(plan, plan.layout(), job.rank, _join(job), pick_device(plan, plan.layout(), job.rank))
-        connections.mark()
-        state = _run(plan, paths, mesh, watch, listener, job)
-    except BaseException as error:
-        state = _end_early(job, paths, watch, listener, error)
+        try:
+            plan = Plan.load(paths.plan)
+            watch = _watch(plan, paths, job, fault)
+            set_threads(plan, plan.layout(), job.rank)
+            mesh = build_mesh(plan, plan.layout(), job.rank, _join(job), pick_device(plan, plan.layout(), job.rank))
+            connections.mark()
+            state = _run(plan, paths, mesh, watch, listener, job)
+        except BaseException as error:
+            state = _end_early(job, paths, watch, listener, error)
+    except Aborted as late:  # raised by the control thread just when something else had ended the run
+        state = _end_early(job, paths, watch, listener, late)
     finally:
         listener.close()
         if mesh is not None:
@@ -228,12 +231,7 @@ def _describe(error: BaseException, watch: Watch, plan_role: str) -> str:
 
 def _end_early(job: Job, paths: RunPaths, watch: Watch, listener: Listener, error: BaseException) -> str:
     """What becomes of a run that ends by an exception: stopped when it was aborted, else failed."""
-    while True:
-        try:
-            listener.uninterruptible()
-            break
-        except Aborted:  # raised by the control thread in this very moment
-            continue
+    listener.uninterruptible()
     command = listener.aborted or read_aborted(paths.failures, job.generation)
     if isinstance(error, Aborted) or (command is not None and _kind(error) == "peer"):
         traceback.clear_frames(error.__traceback__)
