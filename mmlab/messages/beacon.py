@@ -20,8 +20,9 @@ PHASES = ("start", "data", "encode", "forward", "backward", "exchange", "pipelin
 """What a rank can be doing. `exchange` moves image tokens and their gradients, `pipeline` waits for or moves
 activations between stages, `reduce` reduces gradients and norms, `control` is the step boundary (a pause too)."""
 
-AXES = ("tp", "cp", "pp", "tokens", "vision", "projector", "language", "sharding", "embedding")
-"""What communication is for: tensor and context parallel, activations between stages, image tokens and their
+AXES = ("tp", "cp", "cp_skipped", "pp", "tokens", "vision", "projector", "language", "sharding", "embedding")
+"""What communication is for: tensor and context parallel (`cp_skipped`: what a ring of whole blocks would have sent
+beyond that and no query sees), activations between stages, image tokens and their
 gradients, gradients of each module, parameters and gradients that are sharded, the tied table."""
 
 LEFT = 5.0

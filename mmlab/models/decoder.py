@@ -14,16 +14,18 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mmlab.data.packed import PackedText
+from mmlab.models.attention import Attend, PackedAttention, SharedText
 from mmlab.models.initial import MakeParameter
 from mmlab.models.layers import Linear, RMSNorm, Table, at_least_float32, run_block
 from mmlab.models.sharding import EMBED_TOKENS, FINAL_NORM, LANGUAGE, LM_HEAD
 from mmlab.parallel.tensor import (
     IGNORED,
     TensorGroup,
-    copy_to_group,
+    enter_columns,
     gather_from_group,
+    leave_rows,
     local,
-    reduce_from_group,
+    one_summand,
     vocab_parallel_cross_entropy,
     vocab_parallel_embedding,
 )
@@ -32,43 +34,33 @@ from mmlab.plan.schema import LanguageConfig
 
 @dataclass(frozen=True)
 class Sequences:
-    """What all blocks need to know about a microbatch: rotations, and where packed tokens lie in padded sequences."""
+    """What all blocks need to know about a microbatch: rotations, and how its tokens see each other."""
 
     cos: Tensor
     """[T, 1, Dh], at least float32."""
     sin: Tensor
     """[T, 1, Dh], at least float32; negative in the first half."""
-    count: int
-    """B: sequences."""
-    longest: int
-    """L: tokens of the longest sequence."""
-    slots: Tensor | None
-    """int64 [T]: row of each token among the B x L padded ones; None if all sequences are equally long."""
+    attend: Attend
+    """Attention of these tokens."""
+
+    @property
+    def tokens(self) -> int:
+        """T: tokens of this rank's tensor group."""
+        return self.cos.shape[0]
 
     @staticmethod
-    def of(text: PackedText, head_dim: int, theta: float, dtype: torch.dtype) -> Sequences:
+    def of(text: PackedText, config: LanguageConfig, dtype: torch.dtype) -> Sequences:
         """Made once for a microbatch and stage, in the format of rotations that goes with computing in `dtype`."""
-        device, wide = text.position_ids.device, at_least_float32(dtype)
-        frequencies = 1.0 / (theta ** (torch.arange(0, head_dim, 2, dtype=wide, device=device) / head_dim))
+        device, wide, width = text.position_ids.device, at_least_float32(dtype), config.head_dim
+        frequencies = 1.0 / (config.rope_theta ** (torch.arange(0, width, 2, dtype=wide, device=device) / width))
         angles = (text.position_ids.to(wide).unsqueeze(-1) * frequencies).unsqueeze(1)
         cos, sin = angles.cos(), angles.sin()
-        count, longest = len(text.seqlens), max(text.seqlens, default=0)
-        slots = None
-        if any(length != longest for length in text.seqlens):
-            rows = [row * longest + i for row, length in enumerate(text.seqlens) for i in range(length)]
-            slots = torch.tensor(rows, dtype=torch.int64, device=device)
-        return Sequences(torch.cat([cos, cos], -1), torch.cat([-sin, sin], -1), count, longest, slots)
-
-    def pad(self, x: Tensor) -> Tensor:
-        """[T, H, Dh] -> [B, H, L, Dh], zeros after the end of each sequence."""
-        if self.slots is not None:
-            x = x.new_zeros(self.count * self.longest, *x.shape[1:]).index_copy(0, self.slots, x)
-        return x.view(self.count, self.longest, *x.shape[1:]).transpose(1, 2)
-
-    def unpad(self, x: Tensor) -> Tensor:
-        """[B, H, L, Dh] -> [T, H * Dh]."""
-        x = x.transpose(1, 2).reshape(self.count * self.longest, -1)
-        return x if self.slots is None else x.index_select(0, self.slots)
+        attend: Attend = (
+            text.attend
+            if isinstance(text, SharedText)
+            else PackedAttention.of(text.seqlens, config.attention_window, device)
+        )
+        return Sequences(torch.cat([cos, cos], -1), torch.cat([-sin, sin], -1), attend)
 
     def rotate(self, x: Tensor) -> Tensor:
         """Rotary positions: [T, H, Dh] -> [T, H, Dh]; element i is paired with i + Dh / 2, as Hugging Face does."""
@@ -82,25 +74,19 @@ class Attention(nn.Module):
     def __init__(self, config: LanguageConfig, make: MakeParameter, name: str, tp: TensorGroup) -> None:
         super().__init__()
         self.head_dim, self.tp = config.head_dim, tp
-        self.grouped = config.heads != config.kv_heads
         self.q_proj = Linear(make, f"{name}.q_proj", bias=config.attention_bias)
         self.k_proj = Linear(make, f"{name}.k_proj", bias=config.attention_bias)
         self.v_proj = Linear(make, f"{name}.v_proj", bias=config.attention_bias)
         self.o_proj = Linear(make, f"{name}.o_proj", bias=False)
 
     def forward(self, hidden: Tensor, sequences: Sequences) -> Tensor:
-        """[T, D] -> [T, D], both the same on every rank of the group."""
-        hidden = copy_to_group(hidden, self.tp)
+        """[S, D] -> [S, D], S = `tp.share(T)` tokens."""
+        hidden = enter_columns(hidden, self.tp, sequences.tokens)
         q, k, v = (
-            project(hidden).view(hidden.shape[0], -1, self.head_dim)
-            for project in (self.q_proj, self.k_proj, self.v_proj)
+            project(hidden).unflatten(-1, (-1, self.head_dim)) for project in (self.q_proj, self.k_proj, self.v_proj)
         )
-        q, k = sequences.rotate(q), sequences.rotate(k)
-        # Padding stands after the end of a sequence, where causal attention never lets a real token look.
-        mixed = F.scaled_dot_product_attention(
-            sequences.pad(q), sequences.pad(k), sequences.pad(v), is_causal=True, enable_gqa=self.grouped
-        )
-        return reduce_from_group(self.o_proj(sequences.unpad(mixed)), self.tp)
+        mixed = sequences.attend(sequences.rotate(q), sequences.rotate(k), v)
+        return leave_rows(self.o_proj(mixed), self.tp)
 
 
 class MLP(nn.Module):
@@ -113,14 +99,18 @@ class MLP(nn.Module):
         self.up_proj = Linear(make, f"{name}.up_proj", bias=False)
         self.down_proj = Linear(make, f"{name}.down_proj", bias=False)
 
-    def forward(self, hidden: Tensor) -> Tensor:
-        """[T, D] -> [T, D], both the same on every rank of the group."""
-        hidden = copy_to_group(hidden, self.tp)
-        return reduce_from_group(self.down_proj(F.silu(self.gate_proj(hidden)) * self.up_proj(hidden)), self.tp)
+    def forward(self, hidden: Tensor, tokens: int) -> Tensor:
+        """[S, D] -> [S, D], S = `tp.share(tokens)`."""
+        hidden = enter_columns(hidden, self.tp, tokens)
+        return leave_rows(self.down_proj(F.silu(self.gate_proj(hidden)) * self.up_proj(hidden)), self.tp)
 
 
 class Block(nn.Module):
-    """Pre-norm decoder block: two all-reduces forward and two backward with tensor parallelism."""
+    """Pre-norm decoder block: two all-reduces forward and two backward with tensor parallelism.
+
+    With sequence parallelism each is an all-gather and a reduce-scatter, and norms and residuals hold a share of the
+    tokens.
+    """
 
     def __init__(self, config: LanguageConfig, make: MakeParameter, name: str, tp: TensorGroup) -> None:
         super().__init__()
@@ -130,9 +120,9 @@ class Block(nn.Module):
         self.mlp = MLP(make, f"{name}.mlp", tp)
 
     def forward(self, hidden: Tensor, sequences: Sequences) -> Tensor:
-        """[T, D] -> [T, D]."""
+        """[S, D] -> [S, D]."""
         hidden = hidden + self.self_attn(self.input_layernorm(hidden), sequences)
-        return hidden + self.mlp(self.post_attention_layernorm(hidden))
+        return hidden + self.mlp(self.post_attention_layernorm(hidden), sequences.tokens)
 
 
 @dataclass(frozen=True)
@@ -155,7 +145,7 @@ class Embedding(Table):
         self.tp = tp
 
     def forward(self, ids: Tensor) -> Tensor:
-        """int64 [T] -> rows [T, D] in the master format, the same on every rank of the group."""
+        """int64 [T] -> this rank's part of the rows [T, D] in the master format; their sum over the group is whole."""
         return vocab_parallel_embedding(ids, local(self.weight), self.tp)
 
 
@@ -197,6 +187,10 @@ class DecoderStage(nn.Module):
         """Whether backward passes all blocks also where nothing before them wants a gradient. Set where parameters are
         sharded: a rank with a microbatch of text alone must join the collectives of ranks whose images want one."""
 
+    def hidden_shape(self, text: PackedText) -> tuple[int, int]:
+        """[S, D] of what passes between stages for a microbatch."""
+        return self.tp.share(text.tokens), self.config.hidden
+
     def forward(
         self,
         text: PackedText,
@@ -208,16 +202,16 @@ class DecoderStage(nn.Module):
         """Run the blocks of one chunk over a microbatch.
 
         Args:
-            text: the packed sequences (T tokens).
-            hidden: [T, D] from the stage before; None for the chunk that embeds.
-            image_tokens: [N * P, D] or [N, P, D] for `text.image_positions`; only on the stage that embeds. None or
-                empty without images.
+            text: the packed sequences, or this rank's part of them (T tokens).
+            hidden: [S, D] from the stage before, S = `tp.share(T)`; None for the chunk that embeds.
+            image_tokens: [n, D] or [N, P, D] for `text.image_positions`; only on the stage that embeds. None without
+                images in the microbatch.
             finish: `loss` or `logits` of the last stage with what else they need; sharded parameters are whole only
                 while `forward` runs.
             chunk: which of the rank's model chunks.
 
         Returns:
-            [T, D], before the final norm, in the computation's format; with `finish` what that returns.
+            [S, D], before the final norm, in the computation's format; with `finish` what that returns.
         """
         if self.parts.embed and chunk == 0:
             hidden = self._embed(text, image_tokens)
@@ -226,7 +220,7 @@ class DecoderStage(nn.Module):
         hidden = hidden.to(self.dtype)
         if self.always_grad and torch.is_grad_enabled() and not hidden.requires_grad:
             hidden.requires_grad_()
-        sequences = Sequences.of(text, self.config.head_dim, self.config.rope_theta, self.dtype)
+        sequences = Sequences.of(text, self.config, self.dtype)
         for layer in self.parts.chunks[chunk]:
             hidden = run_block(self.model.layers[str(layer)], self.recompute, hidden, sequences)
         return hidden if finish is None else finish(hidden)
@@ -239,37 +233,47 @@ class DecoderStage(nn.Module):
         return [blocks if table is None or self.config.tied_embeddings else [table, *blocks]]
 
     def _embed(self, text: PackedText, image_tokens: Tensor | None) -> Tensor:
-        """[T, D]: rows of the table, with image tokens where their placeholders stand."""
+        """[S, D]: rows of the table, with image tokens where their placeholders stand."""
         assert self.model.embed_tokens is not None
-        hidden = self.model.embed_tokens(text.input_ids).to(self.dtype)
-        if image_tokens is None or image_tokens.numel() == 0:
-            return hidden
-        return hidden.index_copy(0, text.image_positions, image_tokens.reshape(-1, hidden.shape[-1]).to(self.dtype))
+        part = self.model.embed_tokens(text.input_ids).to(self.dtype)
+        if image_tokens is None:
+            return leave_rows(part, self.tp)
+        rows = image_tokens.reshape(-1, part.shape[-1]).to(self.dtype)
+        if self.tp.sequence:
+            return leave_rows(part.index_copy(0, text.image_positions, one_summand(rows, self.tp)), self.tp)
+        return leave_rows(part, self.tp).index_copy(0, text.image_positions, rows)
 
-    def _split_logits(self, hidden: Tensor) -> Tensor:
-        """[K, D] -> [K, V / tp]: this rank's columns."""
+    def _split_logits(self, hidden: Tensor, rows: Tensor | None, tokens: int) -> Tensor:
+        """[S, D] of T tokens -> [K, V / tp]: this rank's columns for the tokens at `rows` (None: all)."""
         table = self.lm_head or self.model.embed_tokens
         assert self.model.norm is not None
         assert table is not None
-        return table.project(copy_to_group(self.model.norm(hidden), self.tp))
+        if rows is not None and not self.tp.sequence:
+            hidden = hidden.index_select(0, rows)
+        hidden = enter_columns(self.model.norm(hidden), self.tp, tokens)
+        if rows is not None and self.tp.sequence:
+            hidden = hidden.index_select(0, rows)
+        return table.project(hidden)
 
     def loss(self, hidden: Tensor, targets: Tensor) -> Tensor:
         """Sum of the cross entropies of the positions with a target.
 
         Args:
-            hidden: [T, D], what `forward` of the last stage returned.
+            hidden: [S, D], what `forward` of the last stage returned.
             targets: int64 [T], -100 where there is nothing to predict.
 
         Returns:
             A scalar in at least float32; to be divided by the global count of targets.
         """
+        tokens, rows = targets.shape[0], None
         if targets.device.type == "cpu":
             # Image tokens and prompts have no target: on CPU finding the rows that have one costs nothing, elsewhere
             # it would wait for the device.
             rows = (targets != IGNORED).nonzero().squeeze(-1)
-            hidden, targets = hidden.index_select(0, rows), targets.index_select(0, rows)
-        return vocab_parallel_cross_entropy(self._split_logits(hidden), targets, self.tp)
+            targets = targets.index_select(0, rows)
+        return vocab_parallel_cross_entropy(self._split_logits(hidden, rows, tokens), targets, self.tp)
 
-    def logits(self, hidden: Tensor) -> Tensor:
-        """[K, D] of the last stage -> [K, V], whole on every rank of the group."""
-        return gather_from_group(self._split_logits(hidden), self.tp)
+    def logits(self, hidden: Tensor, rows: Tensor | None = None, tokens: int = 0) -> Tensor:
+        """[S, D] of the last stage -> [K, V] for the tokens at `rows` of `tokens` (default: all of them), whole on
+        every rank of the tensor group."""
+        return gather_from_group(self._split_logits(hidden, rows, tokens or hidden.shape[0]), self.tp)

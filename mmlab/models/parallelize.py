@@ -9,11 +9,10 @@ from torch import nn
 from mmlab.models.build import PartModel
 from mmlab.models.decoder import DecoderStage
 from mmlab.parallel.sharding import Sharded, ShardGroup
-from mmlab.parallel.traffic import Traffic
 from mmlab.plan.schema import MODULES, Plan
 
 
-def shard_part(plan: Plan, part: PartModel, shards: Mapping[str, ShardGroup], traffic: Traffic) -> dict[str, Sharded]:
+def shard_part(plan: Plan, part: PartModel, shards: Mapping[str, ShardGroup]) -> dict[str, Sharded]:
     """Put the modules that zero2 and zero3 share out under FSDP2; its hooks gather what a forward needs.
 
     Frozen modules must have been frozen before. zero1 leaves the model as it is.
@@ -26,10 +25,9 @@ def shard_part(plan: Plan, part: PartModel, shards: Mapping[str, ShardGroup], tr
         if module is None or name not in shards:
             continue
         layers = getattr(plan.sharding, name) == "layer"
-        chains: Sequence[Sequence[nn.Module]] = ()
+        chains: Sequence[Sequence[nn.Module]] = module.chains() if layers else ()
         if isinstance(module, DecoderStage):
             module.always_grad = True
-            chains = module.chains() if layers else ()
         keep, each = plan.parallel.sharding == "zero2", plan.sharding.reduce == "microbatch"
-        found[name] = Sharded(module, chains, shards[name], traffic, keep=keep, each=each)
+        found[name] = Sharded(module, chains, shards[name], keep=keep, each=each)
     return found

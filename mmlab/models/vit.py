@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mmlab.models.initial import MakeParameter
-from mmlab.models.layers import LayerNorm, Linear, Table, run_block
+from mmlab.models.layers import LayerNorm, Linear, Table, run_block, without_half
 from mmlab.models.sharding import VISION
 from mmlab.parallel.tensor import local
 from mmlab.plan.schema import VisionConfig
@@ -32,7 +32,8 @@ class PatchEmbedding(nn.Module):
         grid = side // self.patch
         cut = pixels.reshape(images, channels, grid, self.patch, grid, self.patch).permute(0, 2, 4, 1, 3, 5)
         bias = None if self.bias is None else local(self.bias, pixels.dtype)
-        return F.linear(cut.reshape(images, grid * grid, -1), local(self.weight, pixels.dtype).flatten(1), bias)
+        weight = local(self.weight, pixels.dtype).flatten(1)
+        return F.linear(cut.reshape(images, grid * grid, weight.shape[1]), weight, bias)
 
 
 class Embeddings(nn.Module):
@@ -55,7 +56,7 @@ class Embeddings(nn.Module):
 
 
 class Attention(nn.Module):
-    """Multi-head self-attention in which every patch sees every patch."""
+    """Multi-head self-attention in which every patch sees every patch; in float32 when the encoder runs in float16."""
 
     def __init__(self, config: VisionConfig, make: MakeParameter, name: str) -> None:
         super().__init__()
@@ -68,10 +69,11 @@ class Attention(nn.Module):
     def forward(self, hidden: Tensor) -> Tensor:
         """[N, P, D] -> [N, P, D]."""
         q, k, v = (
-            project(hidden).unflatten(-1, (self.heads, -1)).transpose(1, 2)
+            without_half(project(hidden)).unflatten(-1, (self.heads, -1)).transpose(1, 2)
             for project in (self.q_proj, self.k_proj, self.v_proj)
         )
-        return self.out_proj(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+        mixed = F.scaled_dot_product_attention(q, k, v).to(hidden.dtype)
+        return self.out_proj(mixed.transpose(1, 2).flatten(2))
 
 
 class MLP(nn.Module):
@@ -138,7 +140,8 @@ class VisionTransformer(nn.Module):
         if self.pre_layrnorm is not None:
             hidden = self.pre_layrnorm(hidden)
         hidden = self.encoder(hidden)
-        return hidden[:, 1:] if self.post_layernorm is None else self.post_layernorm(hidden)
+        # Cloned, because FSDP2's hooks sit on what a module returns and warn of views.
+        return hidden[:, 1:].clone() if self.post_layernorm is None else self.post_layernorm(hidden)
 
 
 class VisionEncoder(nn.Module):
@@ -154,6 +157,10 @@ class VisionEncoder(nn.Module):
         super().__init__()
         self.dtype = dtype
         self.vision_model = VisionTransformer(config, make, recompute=recompute)
+
+    def chains(self) -> list[list[nn.Module]]:
+        """What can be gathered piece by piece, in the order in which it runs."""
+        return [list(self.vision_model.encoder.layers)]
 
     def forward(self, pixels: Tensor) -> Tensor:
         """Pixels [N, 3, S, S], normalised, -> features [N, P, D] in the computation's format."""

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from mmlab.parallel import shm
+from mmlab.parallel.context.split import ContextGroup
 from mmlab.parallel.exchange import Link
 from mmlab.parallel.sharding import ShardGroup, shard_groups
 from mmlab.parallel.tensor import TensorGroup
@@ -39,6 +40,7 @@ class Mesh:
     device: torch.device
     control: dist.ProcessGroup | None
     tp: TensorGroup
+    cp: ContextGroup
     reductions: Mapping[str, dist.ProcessGroup | None]
     embedding: dist.ProcessGroup | None
     forward: Link
@@ -96,7 +98,7 @@ def build_mesh(plan: Plan, layout: Layout, rank: int, store: dist.Store | None, 
     alone, traffic = TensorGroup(), Traffic()
     if len(layout.places) == 1:
         forward_link, backward_link = (Link(None, rank, device, traffic) for _ in range(2))
-        return Mesh(layout, place, device, None, alone, {}, None, forward_link, backward_link, traffic)
+        return Mesh(layout, place, device, None, alone, ContextGroup(), {}, None, forward_link, backward_link, traffic)
     dist.init_process_group(
         _backend(plan, device), store=store, rank=rank, world_size=len(layout.places), timeout=GROUP_TIMEOUT,
         device_id=device if device.type == "cuda" else None,
@@ -107,23 +109,28 @@ def build_mesh(plan: Plan, layout: Layout, rank: int, store: dist.Store | None, 
     if plan.parallel.chunks_per_rank > 1:
         forward_down, backward_down = (_my_group([everyone], rank, f"{what} down") for what in ("forward", "backward"))
     tp_group = _my_group(layout.tp_groups, rank, "tp")
-    dp_group = _my_group(layout.dp_groups, rank, "dp")
+    cp_group = _my_group(layout.cp_groups, rank, "cp")
+    language_group = _my_group(layout.language_groups, rank, "language")
     vision_group = _my_group([layout.vision_ranks], rank, "vision")
     tied = plan.model.language.tied_embeddings
     embedding = _my_group(layout.embedding_groups if tied else [], rank, "embedding")
-    shards = shard_groups(layout, rank, device, tp_group, GROUP_TIMEOUT)
+    shards = shard_groups(layout, rank, device, tp_group, GROUP_TIMEOUT, traffic)
     tp = alone
     if tp_group is not None:
         sharded = shards.get("language")
         mesh = sharded.grid["tp"] if sharded else DeviceMesh.from_group(tp_group, device.type, mesh_dim_names=("tp",))
-        tp = TensorGroup(tp_group, place.tp, plan.parallel.tp, mesh, traffic)
+        tp = TensorGroup(tp_group, place.tp, plan.parallel.tp, mesh, traffic, plan.parallel.sp)
+    cp = ContextGroup()
+    if cp_group is not None:
+        p = plan.parallel
+        cp = ContextGroup(cp_group, place.cp, p.cp, p.cp_mode, p.cp_scope, traffic)
     reductions = {
         "vision": vision_group,
-        "projector": vision_group if plan.parallel.projector == "vision" else dp_group,
-        "language": dp_group,
+        "projector": vision_group if plan.parallel.projector == "vision" else language_group,
+        "language": language_group,
     }
     return Mesh(
-        layout, place, device, control, tp, reductions, embedding,
+        layout, place, device, control, tp, cp, reductions, embedding,
         Link(forward, rank, device, traffic, forward_down),
         Link(backward, rank, device, traffic, backward_down), traffic, shards,
     )  # fmt: skip

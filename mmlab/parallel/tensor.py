@@ -4,9 +4,12 @@ A column-parallel linear layer takes its input through `copy_to_group` (identity
 row-parallel one hands its output to `reduce_from_group` (all-reduce forward, identity backward). Column-parallel
 layers with one input share one `copy_to_group`, so a decoder block costs two all-reduces forward and two backward.
 
-Everything that is communicated goes through `TensorGroup.all_reduce`: what gathers does so by summing into
-zeros (x + 0 is exact). One primitive suffices for a faster same-host backend, and at these sizes (kilobytes) the number
-of collectives is what costs, not their bytes.
+With `TensorGroup.sequence` (Megatron sequence parallel, Korthikanti et al. 2022, section 4.2.2) what lies between such
+layers is split by tokens: all-gather before column-parallel layers and reduce-scatter after row-parallel ones, each the
+other's backward. `enter_columns` and `leave_rows` are either.
+
+Without it everything that is communicated goes through `TensorGroup.all_reduce`: what gathers does so by summing into
+zeros (x + 0 is exact). At these sizes (kilobytes) the number of collectives is what costs, not their bytes.
 """
 
 from __future__ import annotations
@@ -42,6 +45,29 @@ class TensorGroup:
     """One-dimensional mesh over the group, on which parameters are DTensors."""
     traffic: Traffic | None = None
     """Where the bytes are counted."""
+    sequence: bool = False
+    """Whether norms and residuals hold a share of the tokens on each rank (Megatron sequence parallel)."""
+
+    def share(self, tokens: int) -> int:
+        """Rows of what lies between tensor-parallel layers, for a microbatch of `tokens`: all, or this rank's share of
+        them, padded to equal shares (of one row at least: no collective is empty)."""
+        return max(1, -(-tokens // self.size)) if self.sequence else tokens
+
+    def all_gather(self, share: Tensor) -> Tensor:
+        """[S, D] -> [size * S, D], the shares of all ranks in order."""
+        if self.traffic is not None:
+            self.traffic.add("tp", share)
+        whole = share.new_empty(self.size * share.shape[0], *share.shape[1:])
+        dist.all_gather_into_tensor(whole, share.contiguous(), group=self.group)
+        return whole
+
+    def reduce_scatter(self, whole: Tensor) -> Tensor:
+        """[size * S, D] -> [S, D]: this rank's share of the sum over the group."""
+        if self.traffic is not None:
+            self.traffic.add("tp", whole)
+        share = whole.new_empty(whole.shape[0] // self.size, *whole.shape[1:])
+        dist.reduce_scatter_tensor(share, whole.contiguous(), group=self.group)
+        return share
 
     def all_reduce(self, tensor: Tensor) -> None:
         """Sum a tensor over the group, in place."""
@@ -129,6 +155,72 @@ class _Gather(torch.autograd.Function):
         return grads[0][..., ctx.slice], None
 
 
+def _padded(x: Tensor, tp: TensorGroup) -> Tensor:
+    """[T, D] -> [size * S, D], zeros after the end."""
+    missing = tp.size * tp.share(x.shape[0]) - x.shape[0]
+    return F.pad(x, (0, 0, 0, missing)) if missing else x
+
+
+class _GatherTokens(torch.autograd.Function):
+    """[S, D] shares to all T tokens forward; sum over the group and this rank's share backward."""
+
+    @staticmethod
+    def forward(ctx: Any, share: Tensor, tp: TensorGroup, tokens: int) -> Tensor:
+        ctx.tp = tp
+        return tp.all_gather(share)[:tokens]
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        return ctx.tp.reduce_scatter(_padded(grads[0], ctx.tp)), None, None
+
+
+class _ScatterTokens(torch.autograd.Function):
+    """Sum over the group of [T, D] and this rank's share of it forward; all T tokens' gradients backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, tp: TensorGroup) -> Tensor:
+        ctx.tp, ctx.tokens = tp, x.shape[0]
+        return tp.reduce_scatter(_padded(x, tp))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return ctx.tp.all_gather(grads[0])[: ctx.tokens], None
+
+
+class _OnlyFirst(torch.autograd.Function):
+    """`x` on the group's first rank and zeros on the others forward, identity backward."""
+
+    @staticmethod
+    def forward(ctx: FunctionCtx, x: Tensor, tp: TensorGroup) -> Tensor:
+        return x.view_as(x) if tp.rank == 0 else torch.zeros_like(x)
+
+    @staticmethod
+    def backward(ctx: FunctionCtx, *grads: Tensor) -> tuple[Tensor, None]:
+        return grads[0], None
+
+
+def one_summand(x: Tensor, tp: TensorGroup) -> Tensor:
+    """`x` (the same on every rank) as summand of a sum over the group that has it once; its gradient is whole on every
+    rank, as that of the sum's other summands is."""
+    return cast(Tensor, _OnlyFirst.apply(x, tp)) if tp.sequence and tp.size > 1 else x
+
+
+def enter_columns(x: Tensor, tp: TensorGroup, tokens: int) -> Tensor:
+    """The input [T, D] of column-parallel layers, from [S, D] (`S = tp.share(T)`); as `copy_to_group` without
+    sequence parallelism."""
+    if tp.sequence and tp.size > 1:
+        return cast(Tensor, _GatherTokens.apply(x, tp, tokens))
+    return copy_to_group(x, tp)
+
+
+def leave_rows(x: Tensor, tp: TensorGroup) -> Tensor:
+    """The sum over the group of row-parallel layers' outputs [T, D], as [S, D]; as `reduce_from_group` without
+    sequence parallelism."""
+    if tp.sequence and tp.size > 1:
+        return cast(Tensor, _ScatterTokens.apply(x, tp))
+    return reduce_from_group(x, tp)
+
+
 def copy_to_group(x: Tensor, tp: TensorGroup) -> Tensor:
     """`x` (the same on every rank) as input of column-parallel layers; its gradient is summed over the group.
 
@@ -148,7 +240,7 @@ def gather_from_group(x: Tensor, tp: TensorGroup) -> Tensor:
 
 
 def vocab_parallel_embedding(ids: Tensor, table: Tensor, tp: TensorGroup) -> Tensor:
-    """Rows of an embedding table whose rows (the vocabulary) are split over the group. One all-reduce forward.
+    """This rank's part of the rows of an embedding table whose rows (the vocabulary) are split over the group.
 
     Args:
         ids: int64 [T], token ids in [0, V).
@@ -156,15 +248,14 @@ def vocab_parallel_embedding(ids: Tensor, table: Tensor, tp: TensorGroup) -> Ten
         tp: the tensor-parallel group.
 
     Returns:
-        [T, D], the same on every rank.
+        [T, D], zeros where another rank has the row: the sum over the group (`leave_rows`) is the embedding.
     """
     if tp.size == 1:
         return F.embedding(ids, table)
     rows = table.shape[0]
     mine = ids - tp.rank * rows
     elsewhere = (mine < 0) | (mine >= rows)
-    picked = F.embedding(mine.masked_fill(elsewhere, 0), table).masked_fill(elsewhere.unsqueeze(-1), 0.0)
-    return reduce_from_group(picked, tp)
+    return F.embedding(mine.masked_fill(elsewhere, 0), table).masked_fill(elsewhere.unsqueeze(-1), 0.0)
 
 
 class _VocabParallelCrossEntropy(torch.autograd.Function):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from math import prod
+
 from torch import Tensor
 
 from mmlab.messages import AXES
@@ -21,6 +23,11 @@ class Traffic:
     def add(self, axis: str, tensor: Tensor) -> None:
         """Count one call. KeyError for an axis that `mmlab.messages.AXES` does not name."""
         self.bytes[axis] += tensor.numel() * tensor.element_size()
+        self.calls[axis] += 1
+
+    def add_rows(self, axis: str, like: Tensor, rows: int) -> None:
+        """Count `rows` rows of a tensor like this, in one call."""
+        self.bytes[axis] += rows * prod(like.shape[1:]) * like.element_size()
         self.calls[axis] += 1
 
     def take(self) -> list[float]:

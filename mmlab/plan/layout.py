@@ -135,8 +135,13 @@ class Layout:
         return [[self.rank_of(**at, **to) for to in self._grid("cp")] for at in self._grid("pp", "dp", "tp")]
 
     @cached_property
+    def block_groups(self) -> list[list[int]]:
+        """Ranks that meet inside every decoder block: same stage and replica."""
+        return [[self.rank_of(**at, **to) for to in self._grid("cp", "tp")] for at in self._grid("pp", "dp")]
+
+    @cached_property
     def dp_groups(self) -> list[list[int]]:
-        """Gradient reduction of the language model: same stage, cp and tp."""
+        """Replicas that see different samples: same stage, cp and tp."""
         return [[self.rank_of(**at, **to) for to in self._grid("dp")] for at in self._grid("pp", "cp", "tp")]
 
     def copies(self, module: str) -> list[list[int]]:
@@ -144,6 +149,11 @@ class Layout:
         beside = module == "projector" and self.plan.parallel.projector == "vision"
         if module == "vision" or beside:
             return [self.vision_group]
+        return self.language_groups
+
+    @cached_property
+    def language_groups(self) -> list[list[int]]:
+        """Gradient reduction of the language model, over replicas and shares of the tokens: same stage and tp."""
         return [[self.rank_of(**at, **to) for to in self._grid("dp", "cp")] for at in self._grid("pp", "tp")]
 
     @cached_property
@@ -172,15 +182,22 @@ class Layout:
         groups = {
             "tp": self.tp_groups,
             "cp": self.cp_groups,
+            "cp_skipped": self.cp_groups,
             "pp": self.pipelines,
-            "tokens": [sorted({*self.vision_ranks, *self.stage_ranks(0)})],
+            "tokens": self._token_groups(),
             "vision": [self.vision_group],
-            "projector": [self.vision_group] if beside else self.dp_groups,
-            "language": self.dp_groups,
-            "sharding": self.dp_groups,
+            "projector": [self.vision_group] if beside else self.language_groups,
+            "language": self.language_groups,
+            "sharding": self.language_groups,
             "embedding": self.embedding_groups,
         }
         return [group for group in groups[axis] if len(group) > 1]
+
+    def _token_groups(self) -> list[list[int]]:
+        """Ranks among which image tokens travel: those that encode and the first stage, or each replica's own."""
+        if self.plan.parallel.vision == "first_stage":
+            return [self.token_ranks(replica) for replica in range(self.plan.parallel.dp)]
+        return [sorted({*self.vision_ranks, *self.stage_ranks(0)})]
 
     def group_of(self, groups: list[list[int]], rank: int) -> list[int]:
         """The group among `groups` that holds a rank; empty where none does."""

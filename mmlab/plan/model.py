@@ -73,6 +73,8 @@ class LanguageConfig(Section):
     """Epsilon of the RMS norms, dimensionless."""
     max_positions: int = Field(2048, ge=1)
     """Longest sequence the model admits, in tokens, image tokens included."""
+    attention_window: int = Field(0, ge=0)
+    """Tokens that a token sees, itself and those just before it (Mistral's sliding window); 0 means all before it."""
 
     @property
     def mlp_width(self) -> int:

@@ -87,11 +87,11 @@ class _Player:
         if layout.place(rank).role == "vision":
             return []
         groups = {
-            "forward": layout.tp_groups,
-            "backward": layout.tp_groups,
-            "backward_input": layout.tp_groups,
+            "forward": layout.block_groups,
+            "backward": layout.block_groups,
+            "backward_input": layout.block_groups,
             "recv_tokens": layout.tp_groups if layout.plan.parallel.transfer == "all_gather" else [],
-            "reduce": layout.dp_groups,
+            "reduce": layout.language_groups,
             "reduce_embedding": layout.embedding_groups,
         }
         return layout.group_of(groups.get(kind, []), rank)

@@ -14,6 +14,7 @@ from mmlab.plan.schema import MODULES
 PURPOSE = {
     "tp": "tensor parallel: partial results of the layers",
     "cp": "context parallel: keys, values and their gradients",
+    "cp_skipped": "context parallel: not sent, since no query sees it",
     "pp": "activations between stages and their gradients",
     "tokens": "image tokens to the first stage and their gradients",
     "vision": "gradients of the encoder",

@@ -61,11 +61,16 @@ def _trained(plan: Plan, mesh: Mesh, part: PartModel, sharded: Collection[str]) 
         module = name.split(".", 1)[0]
         if not param.requires_grad:
             continue
-        mine = module in sharded or place.dp == 0  # each rank has rows of its own of what is sharded
-        once = mine and (split_over_tp(param) or place.tp == 0)  # replicas over tp are equal
+        split = split_over_tp(param)
+        mine = module in sharded or (
+            place.dp == 0 and place.cp == 0
+        )  # each rank has rows of its own of what is sharded
+        once = mine and (split or place.tp == 0)  # replicas over tp are equal
         first = module in sharded or place.vision == 0
         counted = first if module in beside else once and not is_tied_copy(plan, place, name)
-        partial = mesh.tp.size > 1 and partial_over_tp(name)
+        # With sequence parallelism a replicated parameter (norms) sees its rank's share of the tokens alone.
+        shares = mesh.tp.sequence and module == "language" and not split
+        partial = mesh.tp.size > 1 and (shares or partial_over_tp(name))
         trained.append(Trained(name, param, local_tensor(param), module, counted, partial, module in sharded))
     return trained
 
@@ -93,7 +98,7 @@ def build(plan: Plan, mesh: Mesh) -> Built:
     part = build_part(plan, part_of(plan, mesh.layout, mesh.place), mesh.tp, master_dtype(plan), mesh.device)
     init_from(part, plan)
     weights = _deferred(plan, part)
-    sharded = shard_part(plan, part, mesh.shards, mesh.traffic)
+    sharded = shard_part(plan, part, mesh.shards)
     trained = _trained(plan, mesh, part, sharded)
     reducer = Reducer(trained, mesh.reductions, _bucket_bytes(plan), mesh.tp.group, mesh.traffic)
     optimizer = Optimizer(plan, trained, mesh.shards)

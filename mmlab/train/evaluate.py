@@ -14,6 +14,7 @@ from mmlab.data.packed import IGNORE, PackedText, TextSequence, pack
 from mmlab.data.pipeline import DataSource
 from mmlab.data.sources import has_held_out
 from mmlab.messages import write_atomic
+from mmlab.models.attention import own_ends, share
 from mmlab.parallel.mesh import Mesh
 from mmlab.plan.ops import Op
 from mmlab.plan.schema import Plan
@@ -83,7 +84,7 @@ class Evaluator:
         if place.role == "language":
             for m in range(plan.parallel.microbatches):
                 text = self.source.text(manifest, manifest.microbatch(place.dp, m))
-                texts[m] = text.to(self.mesh.device)
+                texts[m] = share(text, plan.model, self.mesh.cp).to(self.mesh.device)
         if place.vision >= 0:
             for position in manifest.owned(place.vision):
                 shown = swap[position] if swap else position
@@ -155,8 +156,8 @@ class Evaluator:
         for number in range(self._longest(manifest)):
             rows = [prompt + answer for prompt, answer in zip(prompts, written, strict=True)]
             text = pack([TextSequence(tuple(row), (IGNORE,) * len(row)) for row in rows], self.source.image_id)
-            logits = stage.write_forward(text.to(self.mesh.device))
-            ids = self._next_ids(stage, text, logits, number)
+            here = share(text, stage.plan.model, self.mesh.cp).to(self.mesh.device)
+            ids = self._next_ids(stage, here, stage.write_forward(here), number)
             for answer, token in zip(written, ids, strict=True):
                 answer.append(token)
         return written
@@ -167,10 +168,7 @@ class Evaluator:
         count = len(text.seqlens)
         layout, place = self.mesh.layout, self.mesh.place
         if logits is not None:
-            logits = logits.float()
-            logits[:, self.source.vocab_size :] = -torch.inf
-            logits[:, self.source.image_id] = -torch.inf
-            ids = logits.argmax(-1)
+            ids = self._most_likely(text, logits)
             if not stage.first:
                 assert self.mesh.forward is not None
                 first = layout.rank_of(pp=0, dp=place.dp, cp=place.cp, tp=place.tp)
@@ -181,6 +179,18 @@ class Evaluator:
             last = layout.rank_of(pp=layout.stages.last_pp, dp=place.dp, cp=place.cp, tp=place.tp)
             return list(self.mesh.forward.recv((count,), torch.int64, last, "next_ids", number).tolist())
         return [0] * count
+
+    def _most_likely(self, text: PackedText, logits: Tensor) -> Tensor:
+        """int64 [B]: the most likely token after each sequence, from the logits [K, V] of those that end here."""
+        assert self.source is not None
+        logits = logits.float()
+        logits[:, self.source.vocab_size :] = -torch.inf
+        logits[:, self.source.image_id] = -torch.inf
+        which, _ = own_ends(text)
+        ids = which.new_zeros(len(text.seqlens)).index_copy(0, which, logits.argmax(-1))
+        if self.mesh.cp.group is not None:
+            dist.all_reduce(ids, group=self.mesh.cp.group)
+        return ids
 
     def _write(self, manifest: StepManifest, answers: list[str], folder: Path) -> list[dict[str, Any]]:
         assert self.source is not None

@@ -6,9 +6,11 @@ from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
 
 from mmlab.data.manifest import StepManifest
 from mmlab.data.packed import PackedText
+from mmlab.models.attention import SharedText, own_ends, share
 from mmlab.models.build import PartModel
 from mmlab.parallel.deferred import WeightQueue
 from mmlab.parallel.mesh import Mesh
@@ -17,7 +19,7 @@ from mmlab.plan.ops import Op
 from mmlab.plan.schedule import needs_backward, tokens_need_grad
 from mmlab.plan.schema import Plan
 from mmlab.train.precision import compute_dtype
-from mmlab.train.tokens import TokenExchange
+from mmlab.train.tokens import TokenExchange, token_dtype, token_width
 
 Slot = tuple[int, int]
 """(microbatch, model chunk): what an activation belongs to."""
@@ -35,6 +37,8 @@ class StageRunner:
         self.projector = part.projector if plan.parallel.projector == "first_stage" else None
         self.exchange = TokenExchange(plan, mesh)
         place, self.stages = mesh.place, mesh.layout.stages
+        self.always_project = isinstance(self.projector, FSDPModule)
+        """Whether a microbatch of text alone passes the projector too, which other ranks gather for their images."""
         self.replica = place.dp
         self.first, self.last = mesh.layout.embeds(place), mesh.layout.heads(place)
         self.dtype = compute_dtype(plan.precision.language)
@@ -43,6 +47,8 @@ class StageRunner:
         self.texts: Mapping[int, PackedText] = {}
         self.total_targets = 1
         self.loss_sum = torch.zeros((), dtype=torch.float64)
+        self.loss_scale = 1.0
+        """What the loss is multiplied by, and with it all gradients (`LossScale`)."""
         self._inputs: dict[Slot, Tensor] = {}
         self._tokens: dict[int, Tensor] = {}
         self._outputs: dict[Slot, Tensor] = {}
@@ -76,7 +82,9 @@ class StageRunner:
         """Receive image tokens [N*P, D] from their owners, in the order of the images."""
         assert self.manifest is not None
         tokens = self.exchange.receive(self.manifest, op.microbatch)
-        self._tokens[op.microbatch] = tokens.requires_grad_(self.wants_token_grads and tokens.numel() > 0)
+        self._tokens[op.microbatch] = tokens.requires_grad_(
+            self.wants_token_grads and (tokens.numel() > 0 or self.always_project)
+        )
 
     def _stage(self, op: Op) -> int:
         """The stage that an op's chunk is."""
@@ -96,26 +104,33 @@ class StageRunner:
 
     def _shape(self, microbatch: int) -> tuple[int, int]:
         """Shape of what goes from stage to stage."""
-        return self.texts[microbatch].tokens, self.plan.model.language.hidden
+        return self.language.hidden_shape(self.texts[microbatch])
 
     def recv_forward(self, op: Op) -> None:
-        """Receive activations [T, D] from the stage before."""
+        """Receive activations [S, D] from the stage before."""
         i, before = op.microbatch, self._stage(op) - 1
         self._inputs[i, op.chunk] = self.mesh.forward.recv(
             self._shape(i), self.dtype, self._rank_of(before), "forward", i, before
         )
 
+    def _image_tokens(self, microbatch: int) -> Tensor | None:
+        """What stands at this rank's placeholders; None where the microbatch has no image (and needs no projector)."""
+        text, tokens = self.texts[microbatch], self._tokens.get(microbatch)
+        if tokens is None or not (tokens.numel() or (self.projector is not None and self.always_project)):
+            return None
+        if isinstance(text, SharedText):  # also where it holds none: what needs a gradient is alike on all ranks
+            tokens = tokens.index_select(0, text.image_rows)
+        return tokens if self.projector is None else self.projector(tokens)
+
     def _blocks(self, op: Op, finish: Callable[[Tensor], Tensor] | None = None) -> Tensor:
-        """Output [T, D] of an op's chunk, or what `finish` makes of it; a next chunk on the same rank gets it as its
+        """Output [S, D] of an op's chunk, or what `finish` makes of it; a next chunk on the same rank gets it as its
         input."""
         i, stage = op.microbatch, self._stage(op)
         hidden, tokens = self._inputs.get((i, op.chunk)), None
         if hidden is not None and needs_backward(self.plan, stage - 1) and torch.is_grad_enabled():
             hidden.requires_grad_()
         if stage == 0:
-            tokens = self._tokens.get(i)
-            if tokens is not None and self.projector is not None and tokens.numel():
-                tokens = self.projector(tokens)
+            tokens = self._image_tokens(i)
         output: Tensor = self.language(self.texts[i], hidden, tokens, finish, op.chunk)
         here = self._chunk_here(stage + 1)
         if here is not None:
@@ -134,8 +149,8 @@ class StageRunner:
         return self._stage(op) == self.stages.count - 1
 
     def write_forward(self, text: PackedText) -> Tensor | None:
-        """Pass whole sequences through this rank's stages (generation); with the last stage the logits [B, V] of what
-        follows each sequence, else None.
+        """Pass whole sequences through this rank's stages (generation); with the last stage the logits [K, V] of what
+        follows the sequences whose ends this rank counts (`own_ends`), else None.
 
         Image tokens are those of the last `recv_tokens`.
         """
@@ -154,18 +169,24 @@ class StageRunner:
         return logits
 
     def _next_logits(self, text: PackedText) -> Callable[[Tensor], Tensor]:
-        ends = (torch.tensor(text.seqlens).cumsum(0) - 1).to(self.mesh.device)
-        return lambda hidden: self.language.logits(hidden[ends])
+        _, rows = own_ends(text)
+        return lambda hidden: self.language.logits(hidden, rows, text.tokens)
 
     def accompany(self) -> None:
         """A forward that is nobody's, for its collectives: where weights are sharded, replicas without sequences of
         their own take part in gathering them for those that write."""
         token = torch.zeros(1, dtype=torch.int64, device=self.mesh.device)
-        text = PackedText(token, token, token, (1,), token[:0], ("",))
-        hidden = None
-        if not self.first:
-            hidden = torch.zeros(1, self.plan.model.language.hidden, dtype=self.dtype, device=self.mesh.device)
-        self.language(text, hidden, None, self._next_logits(text) if self.last else None)
+        text = share(PackedText(token, token, token, (1,), token[:0], ("",)), self.plan.model, self.mesh.cp)
+        self.texts = {0: text}
+        for chunk, stage in enumerate(self.stages.of(self.mesh.place.pp)):
+            op, shape = Op("forward", 0, chunk=chunk), self._shape(0)
+            if stage == 0:
+                self._tokens[0] = torch.zeros(
+                    0, token_width(self.plan), dtype=token_dtype(self.plan), device=token.device
+                )
+            elif self._chunk_here(stage - 1) is None:
+                self._inputs[0, chunk] = torch.zeros(shape, dtype=self.dtype, device=token.device)
+            self._blocks(op, self._next_logits(text) if self._is_last(op) else None)
 
     def send_forward(self, op: Op) -> None:
         """Send activations to the stage after."""
@@ -187,7 +208,7 @@ class StageRunner:
         if not output.requires_grad:
             return  # a frozen first stage and a microbatch of text alone: nothing before it wants a gradient
         if self._is_last(op):
-            (output / self.total_targets).backward()
+            (output / self.total_targets * self.loss_scale).backward()
         else:
             torch.autograd.backward(output, self._grads.pop(slot).to(output.dtype))
         here = self._chunk_here(stage - 1)

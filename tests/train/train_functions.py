@@ -7,6 +7,7 @@ import time
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 
 from mmlab.data.pipeline import DataSource
 from mmlab.parallel.mesh import build_mesh, close_mesh
@@ -20,16 +21,42 @@ from mmlab.train.step import HybridStep, Ride
 from mmlab.train.worker import run_worker
 
 
+class _FailsBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x
+
+    @staticmethod
+    def backward(ctx, grad):
+        raise ValueError("scripted fault inside backward")
+
+
+def fail_inside_backward():
+    """The next linear layer of this process that computes a gradient raises in the middle of autograd's backward."""
+    real = F.linear
+
+    def linear(x, *args):
+        F.linear = real
+        return real(_FailsBackward.apply(x) if x.requires_grad else x, *args)
+
+    F.linear = linear
+
+
 def fail_at(kind, rank, step, phase):
     """A scripted fault: the given rank does something bad when it enters a phase of a step."""
 
+    done = []
+
     def fault(at_rank, at_step, at_phase):
-        if (at_rank, at_step, at_phase) != (rank, step, phase):
+        if (at_rank, at_step, at_phase) != (rank, step, phase) or (kind == "inside" and done):
             return
+        done.append(kind)
         if kind == "memory":
             raise RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried 64 TB")
         if kind == "raise":
             raise ValueError("scripted fault")
+        if kind == "inside":
+            fail_inside_backward()
         if kind == "kill":
             os.kill(os.getpid(), signal.SIGKILL)
         if kind == "slow":

@@ -9,17 +9,10 @@ from mmlab.plan.problems import Fix, Problem
 from mmlab.plan.schema import Plan
 
 AVAILABLE: tuple[tuple[str, tuple[object, ...]], ...] = (
-    ("parallel.cp", (1,)),
-    ("parallel.sp", (False,)),
     ("parallel.engine", ("native",)),
-    ("sharding.vision", ("whole",)),
-    ("sharding.projector", ("whole",)),
     ("offload.mode", ("none",)),
     ("communication.vision.compressor", ("none",)),
     ("communication.language.compressor", ("none",)),
-    ("precision.vision", ("bf16", "fp32", "fp64")),
-    ("precision.projector", ("bf16", "fp32", "fp64")),
-    ("precision.language", ("bf16", "fp32", "fp64")),
 )
 """Fields of which this version has only some values, the value nearest to what was asked for first."""
 

@@ -21,7 +21,7 @@ def least_shm_bytes(ranks: int) -> int:
 
 def _host_groups(layout: Layout) -> Iterator[list[int]]:
     """The sizes of the groups on each host, of those that do not cross hosts."""
-    families = [layout.tp_groups, layout.cp_groups, layout.dp_groups, [layout.vision_ranks]]
+    families = [layout.tp_groups, layout.cp_groups, layout.language_groups, [layout.vision_ranks]]
     groups = [list(range(layout.world_size))] * WORLD_GROUPS + [group for family in families for group in family]
     for node in layout.nodes:
         host = set(node)

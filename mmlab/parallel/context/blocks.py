@@ -1,0 +1,257 @@
+"""Which blocks of the attention matrix a rank computes, from positions alone; made once for a microbatch.
+
+A block is a set of queries of one sequence with a set of its keys. Whatever no query sees is cut away before a kernel
+or a transfer sees it: with the zigzag split, half of each remote block. Blocks of equal shape and mask are one batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from mmlab.parallel.context.split import ContextGroup, Rows, Split
+
+WINDOW_ROWS = 128
+"""Fewest queries of a block with windowed attention: long runs are cut so that a mask holds no more than the band."""
+
+Mask = NDArray[np.bool_]
+
+
+@dataclass(frozen=True)
+class Side:
+    """Tokens of one sequence on one rank: their rows among the rank's tokens, and their positions, both ascending."""
+
+    rows: Rows
+    positions: Rows
+
+    def where(self, keep: Mask) -> Side:
+        """The tokens that `keep` marks."""
+        return Side(self.rows[keep], self.positions[keep])
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+
+@dataclass(frozen=True)
+class Block:
+    """Queries and keys of one sequence of which (but for the mask) every query sees every key."""
+
+    queries: Rows
+    keys: Rows
+    causal: bool = False
+    mask: Mask | None = None
+    """[queries, keys], True where a query sees a key; None where all do, or as `causal` says."""
+
+
+def sees(queries: Rows, keys: Rows, window: int) -> Mask:
+    """[queries, keys]: the causal mask, within `window` tokens (the token itself included); 0 means no limit."""
+    back = queries[:, None] - keys[None, :]
+    seen: Mask = back >= 0
+    return seen & (back < window) if window else seen
+
+
+def _pieces(side: Side, window: int, longest: int) -> Iterator[Side]:
+    """With a window: runs without a gap as wide as the window, at most `longest` tokens each (0: any number)."""
+    if not window:
+        yield side
+        return
+    cuts = np.flatnonzero(np.diff(side.positions) > window) + 1
+    for rows, positions in zip(np.split(side.rows, cuts), np.split(side.positions, cuts), strict=True):
+        step = longest or len(rows)
+        for start in range(0, len(rows), max(1, step)):
+            yield Side(rows[start : start + step], positions[start : start + step])
+
+
+def _block(q: Side, k: Side, window: int) -> Block | None:
+    """The part of queries x keys in which something is seen."""
+    if not len(q) or not len(k):
+        return None
+    q = q.where((q.positions >= k.positions[0]) & ((q.positions - k.positions[-1] < window) if window else True))
+    if not len(q):
+        return None
+    k = k.where((k.positions <= q.positions[-1]) & ((q.positions[0] - k.positions < window) if window else True))
+    if not len(k):
+        return None
+    near = not window or q.positions[-1] - k.positions[0] < window
+    if near and q.positions[0] >= k.positions[-1]:
+        return Block(q.rows, k.rows)
+    if near and np.array_equal(q.positions, k.positions):
+        return Block(q.rows, k.rows, causal=True)
+    mask = sees(q.positions, k.positions, window)
+    return Block(q.rows, k.rows, mask=mask) if mask.any() else None
+
+
+def blocks(q: Side, k: Side, window: int) -> list[Block]:
+    """All blocks of a sequence's queries with keys of it."""
+    found = []
+    for queries in _pieces(q, window, max(window, WINDOW_ROWS)):
+        for keys in _pieces(k, window, 0):
+            block = _block(queries, keys, window)
+            if block is not None:
+                found.append(block)
+    return found
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Blocks of equal shape, for one call of a kernel; no query is in two of them."""
+
+    queries: Tensor
+    """int64 [B, Lq]: rows of the queries."""
+    keys: Tensor
+    """int64 [B, Lk]: rows of the keys, among those that this rank holds or has received."""
+    causal: bool
+    mask: Tensor | None
+    """bool [Lq, Lk], the same for all blocks, or None."""
+
+    def to(self, device: torch.device | str) -> Batch:
+        """The same batch on a device."""
+        mask = None if self.mask is None else self.mask.to(device)
+        return Batch(self.queries.to(device), self.keys.to(device), self.causal, mask)
+
+
+def batches(found: Sequence[Block], tokens: int) -> list[Batch]:
+    """Blocks of a rank with `tokens` tokens, put together where shape and mask are equal."""
+    groups: dict[tuple[object, ...], list[Block]] = {}
+    taken: dict[tuple[object, ...], Mask] = {}
+    for block in found:
+        mask = b"" if block.mask is None else block.mask.tobytes()
+        shape = (len(block.queries), len(block.keys), block.causal, mask)
+        again = 0
+        while (*shape, again) in taken and taken[(*shape, again)][block.queries].any():
+            again += 1
+        key = (*shape, again)
+        groups.setdefault(key, []).append(block)
+        taken.setdefault(key, np.zeros(tokens, bool))[block.queries] = True
+    return [
+        Batch(
+            torch.from_numpy(np.stack([block.queries for block in group])),
+            torch.from_numpy(np.stack([block.keys for block in group])),
+            group[0].causal,
+            None if group[0].mask is None else torch.from_numpy(group[0].mask),
+        )
+        for group in groups.values()
+    ]
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """One step of the ring: keys and values of `wanted` rows of this rank go to one rank, others come from another."""
+
+    to: int
+    """Index in the group of the rank that reads this rank's keys."""
+    wanted: Tensor
+    """int64 [n]: rows of this rank that `to` needs."""
+    source: int
+    """Index in the group of the rank whose keys this rank reads."""
+    arriving: int
+    """How many rows come from `source`."""
+    batches: list[Batch]
+    """What this rank computes with them; key rows count in what arrived."""
+    skipped: int
+    """Rows of this rank that `to` does not need: a ring that hands on whole blocks would send them."""
+
+
+@dataclass(frozen=True)
+class AttentionPlan:
+    """What a rank computes and exchanges in each attention over a microbatch."""
+
+    tokens: int
+    """Tokens of this rank."""
+    local: list[Batch]
+    """Queries and keys of this rank."""
+    partial: list[Batch]
+    """Shared queries with keys that only this rank holds: to be merged over the ranks (scope "image")."""
+    merged: Tensor
+    """int64 [n]: rows of this rank's shared queries that some rank has a partial attention of; alike on all ranks."""
+    exchanges: list[Exchange]
+
+    def to(self, device: torch.device | str) -> AttentionPlan:
+        """The same plan on a device."""
+        exchanges = [
+            Exchange(e.to, e.wanted.to(device), e.source, e.arriving, [b.to(device) for b in e.batches], e.skipped)
+            for e in self.exchanges
+        ]
+        local, partial = [b.to(device) for b in self.local], [b.to(device) for b in self.partial]
+        return AttentionPlan(self.tokens, local, partial, self.merged.to(device), exchanges)
+
+
+class Planner:
+    """Cuts a microbatch's tokens by sequence and asks for blocks between ranks."""
+
+    def __init__(self, seqlens: Sequence[int], split: Split, window: int) -> None:
+        self.split, self.window = split, window
+        starts = np.concatenate([[0], np.cumsum(seqlens)]).astype(np.int64)
+        self.sides = [self._sides(rows, starts) for rows in split.rows]
+
+    @staticmethod
+    def _sides(rows: Rows, starts: Rows) -> list[Side]:
+        edges = np.searchsorted(rows, starts)
+        return [
+            Side(np.arange(low, high), rows[low:high] - start)
+            for low, high, start in zip(edges[:-1], edges[1:], starts[:-1], strict=True)
+        ]
+
+    def _pick(self, rank: int, shared: bool) -> list[Side]:
+        """The sequences of a rank, cut to the tokens that all ranks hold, or to those that only it holds."""
+        is_shared = self.split.shared[self.split.rows[rank]]
+        return [side.where(is_shared[side.rows] == shared) for side in self.sides[rank]]
+
+    def _between(self, queries: list[Side], keys: list[Side]) -> list[Block]:
+        return [block for q, k in zip(queries, keys, strict=True) for block in blocks(q, k, self.window)]
+
+    def local(self, rank: int) -> list[Block]:
+        """Blocks of a rank's queries with its own keys, but for those of `partial`."""
+        if not self.split.shared.any():
+            return self._between(self.sides[rank], self.sides[rank])
+        text, own = self._pick(rank, True), self._pick(rank, False)
+        return self._between(text, text) + self._between(own, text) + self._between(own, own)
+
+    def partial(self, rank: int) -> list[Block]:
+        """Blocks of shared queries with keys that only this rank holds."""
+        return self._between(self._pick(rank, True), self._pick(rank, False))
+
+    def remote(self, reader: int, owner: int) -> tuple[list[Block], Rows]:
+        """Blocks of a rank's own queries with another's keys, and the rows of the owner's keys that they need.
+
+        Key rows in the blocks count in the needed rows."""
+        found = self._between(self._pick(reader, False), self._pick(owner, False))
+        needed = np.unique(np.concatenate([block.keys for block in found])) if found else np.zeros(0, np.int64)
+        moved = [Block(block.queries, np.searchsorted(needed, block.keys), block.causal, block.mask) for block in found]
+        return moved, needed
+
+    def merged(self, rank: int) -> Rows:
+        """Rows of a rank's shared queries of which some rank has a partial attention."""
+        tokens = [
+            self.split.rows[other][block.queries]
+            for other in range(len(self.split.rows))
+            for block in self.partial(other)
+        ]
+        return np.searchsorted(self.split.rows[rank], np.unique(np.concatenate(tokens))) if tokens else np.zeros(0, int)
+
+
+def attention_plan(seqlens: Sequence[int], split: Split, group: ContextGroup, window: int) -> AttentionPlan:
+    """What rank `group.rank` does. Every rank makes the plans of the others' needs from the same facts."""
+    planner, me, size = Planner(seqlens, split, window), group.rank, group.size
+    count = [len(rows) for rows in split.rows]
+    own = [int((~split.shared[rows]).sum()) for rows in split.rows]
+    exchanges = []
+    for step in range(1, size):
+        to, source = (me + step) % size, (me - step) % size
+        _, wanted = planner.remote(to, me)
+        found, needed = planner.remote(me, source)
+        ready = batches(found, count[me])
+        skipped = own[me] - len(wanted)
+        exchanges.append(Exchange(to, torch.from_numpy(wanted), source, len(needed), ready, skipped))
+    return AttentionPlan(
+        count[me],
+        batches(planner.local(me), count[me]),
+        batches(planner.partial(me), count[me]),
+        torch.from_numpy(planner.merged(me).astype(np.int64)),
+        exchanges,
+    )
