@@ -98,8 +98,7 @@ def test_a_stopped_process_and_one_whose_interpreter_is_blocked_are_shown(pool, 
     run.wait_step(3)
     os.kill(pool.pids[1], signal.SIGSTOP)
     try:
-        found = seen(record, lambda d: 1 in d.missing and d.waits)
-        assert found.ranks[1].process == "stopped"
+        found = seen(record, lambda d: d.ranks[1].process == "stopped" and 1 in d.missing and d.waits)
         assert "its process is stopped (SIGSTOP)" in found.text
     finally:
         os.kill(pool.pids[1], signal.SIGCONT)
