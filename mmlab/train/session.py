@@ -25,7 +25,7 @@ from mmlab.train.feed import Feed
 from mmlab.train.runner import make_runner
 from mmlab.train.step import Ride, StepResult
 
-SLOW_FP16 = "fp16 on a CPU: a matrix product takes about 200 times as long as in fp32 (bf16: 3 times)"
+SLOW_FP16 = "fp16 on a CPU: a matrix product takes 4 to 200 times as long as in fp32 (two machines measured)"
 LONGEST_NAME = 200
 """Bytes of a checkpoint's name: file systems admit 255, and a save under way has a longer one."""
 
