@@ -238,8 +238,8 @@ class Theirs:
 def compare(rank: int, world: int, host: str, port: int, text: str, tokens: int, rounds: int) -> dict[str, Any]:
     """Rounds of one step of each side in turn, the first of which only warms up.
 
-    {"steps": {side: [(start, end, passes), ...]}, "error": largest relative difference of a gradient between the sides,
-    "loss": {side: loss}}.
+    {"steps": {side: [(start, end, processor seconds, passes), ...]}, "error": largest relative difference of a gradient
+    between the sides, "loss": {side: loss}}.
     """
     plan = Plan.loads(text)
     mesh = join(plan, rank, host, port)
@@ -252,10 +252,10 @@ def compare(rank: int, world: int, host: str, port: int, text: str, tokens: int,
             for parameter in side.parameters().values():
                 parameter.grad = None
             dist.barrier(group=mesh.control)
-            start = time.perf_counter()
+            start, processor = time.perf_counter(), time.process_time()
             busy = side.step()
             if number:
-                steps[name].append((start, time.perf_counter(), busy))
+                steps[name].append((start, time.perf_counter(), time.process_time() - processor, busy))
     peer = sides["torch"].parameters()
     error = 0.0
     for name, parameter in sides["shm"].parameters().items():

@@ -3,8 +3,8 @@
 `sleep`: every pass of the op list sleeps, on real ranks with real transfers; the measured bubble stands beside the one
 that the same list predicts. `peers`: the decoder (text alone, no optimizer) under our schedules on gloo and on shared
 memory, and under torch.distributed.pipelining's on gloo: same weights, same tokens, one process and one thread a rank,
-sides in turn in the same ranks; a number is the median of the rounds. torch has no ZB-H1: `zb_h1` stands beside its
-ScheduleInterleavedZeroBubble with one stage a rank.
+sides in turn in the same ranks; a number is the median of the rounds (processor time says more where others use the
+machine too). torch has no ZB-H1: `zb_h1` stands beside its ScheduleInterleavedZeroBubble with one stage a rank.
 
     python tests/benchmarks/schedules.py [--part sleep peers] [--rounds 5] [--json FILE]
 """
@@ -92,6 +92,7 @@ def peers(pool: RankPool, schedule: str, pp: int, m: int, rounds: int, tokens: i
         row[side] = statistics.median(
             max(end for _, end, _ in step) - min(start for start, _, _ in step) for step in steps
         )
+        row[f"{side}_cpu"] = statistics.median(sum(each[2] for each in step) for step in steps)
         row[f"{side}_bubble"] = statistics.median(bubble(timeline([busy for *_, busy in step])) for step in steps)
     return row | {"ratio_gloo": row["torch"] / row["gloo"], "ratio_shm": row["torch"] / row["shm"]}
 
@@ -110,12 +111,14 @@ def sleep_table(rows: list[dict[str, Any]]) -> str:
 
 
 def peer_table(rows: list[dict[str, Any]]) -> str:
-    """Milliseconds a step, bubbles, torch over ours."""
+    """Milliseconds a step, and of processor time of all ranks together; bubbles; torch over ours."""
     names = ("torch", "gloo", "shm")
-    head = "".join(f"{name:>9}{'bubble':>8}" for name in names)
+    head = "".join(f"{name:>9}{'cpu':>7}{'bubble':>8}" for name in names)
     lines = [f"{'schedule':<12}{'ranks':>6}{'m':>4}{head}{'t/gloo':>8}{'t/shm':>8}{'error':>9}"]
     for row in rows:
-        cells = "".join(f"{1000 * row[name]:>9.0f}{row[f'{name}_bubble']:>8.3f}" for name in names)
+        cells = "".join(
+            f"{1000 * row[name]:>9.0f}{1000 * row[f'{name}_cpu']:>7.0f}{row[f'{name}_bubble']:>8.3f}" for name in names
+        )
         ratios = f"{row['ratio_gloo']:>8.2f}{row['ratio_shm']:>8.2f}{row['error']:>9.0e}"
         lines.append(f"{row['schedule']:<12}{row['pp']:>6}{row['m']:>4}{cells}{ratios}")
     return "\n".join(lines)
