@@ -78,7 +78,7 @@ def test_help_lists_all_commands_without_loading_what_computes(command: Command)
     code, out, _ = command("--help")
     assert code == 0
     verbs = "pause resume step set checkpoint restore stop"
-    for name in f"demo run new check layout verify data runs show {verbs} lab labs close".split():
+    for name in f"demo run new check layout balance verify data runs show {verbs} lab labs close".split():
         assert f" {name} " in out
     script = "import sys, mmlab.cli; mmlab.cli.build_app(); print(*(m for m in sys.modules if '.' not in m))"
     loaded = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout.split()

@@ -127,6 +127,15 @@ def test_a_killed_rank_is_exit_code_2_naming_rank_and_logs(start: Callable[..., 
     assert gone(processes)
 
 
+def test_balance_measures_and_says_what_to_set(start: Callable[..., Started]) -> None:
+    code, out, err = start("balance", "laptop", "data.path=shapes", "model.language.layers=5").end()
+    assert code == 0, err
+    assert {"block", "embedding", "head"} <= set(out.split())
+    (line,) = [line for line in out.splitlines() if line.startswith("parallel.layers_per_stage=")]
+    plan = Plan.load("laptop").with_("model.language.layers=5", line)
+    assert list(plan.check()) == []
+
+
 def test_verify_shows_that_the_plan_equals_one_process(start: Callable[..., Started], tmp_path: Path) -> None:
     code, out, _ = start("verify", "laptop", "--steps", "2", "--json", "v.json").end()
     assert code == 0

@@ -1,4 +1,4 @@
-"""Commands about plans, without engines: new, check, layout; and verify, which starts ranks of its own."""
+"""Commands about plans, without engines: new, check, layout; and balance and verify, which start ranks of their own."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from mmlab.errors import PlanError, RunFailed
 
 def register(app: typer.Typer) -> None:
     """Add the commands about plans."""
-    for command in (new, check, layout, verify):
+    for command in (new, check, layout, balance, verify):
         app.command(rich_help_panel="Plans")(command)
 
 
@@ -41,6 +41,24 @@ def layout(plan: PlanArgument, overrides: Overrides = None) -> None:
     loaded.check().raise_if_any()
     for picture in (loaded.layout(), loaded.schedule()):
         sys.stdout.write(f"{picture}\n\n")
+
+
+def balance(plan: PlanArgument, overrides: Overrides = None) -> None:
+    """Measure the layers on this machine and say which split makes the slowest stage fastest."""
+    loaded = load_plan(plan, overrides)
+    loaded.check().raise_if_any()
+    out = console()
+    from mmlab.cluster.balance import measure
+
+    with out.status(f"measuring the layers of {loaded.name}"):
+        found = measure(loaded)
+    for name, seconds in found["times"].items():
+        if seconds:
+            out.print(f"  {name:<10} {1000 * seconds:8.2f} ms a microbatch, forward and backward")
+    split = ", ".join(map(str, found["layers_per_stage"]))
+    slowest, even = (f"{1000 * max(found[key]):.2f} ms" for key in ("seconds", "even"))
+    out.print(f"slowest rank: {slowest} a microbatch; with an even split {even}")
+    out.print(f"parallel.layers_per_stage=[{split}]", markup=False, soft_wrap=True)
 
 
 def verify(

@@ -19,13 +19,14 @@ class Prefetcher:
     """Decodes a rank's own images ahead, in one thread (`workers` = 0) or in that many spawned processes.
 
     `submit` a step's manifest as soon as it is known, `take` it when its turn comes. Results do not depend on
-    `workers`. Used from one thread; `close` (or a `with` block) ends its processes.
+    `workers`. A step is known by its manifest itself, so that one of before a restore cannot be taken for one of after
+    it. Steps may be taken in another thread; `close` (or a `with` block) ends its processes.
     """
 
     def __init__(self, source: DataSource, workers: int = 0) -> None:
         self.source = source
         self.workers = workers
-        self._jobs: dict[int, dict[int, Future]] = {}
+        self._jobs: dict[int, tuple[StepManifest, dict[int, Future]]] = {}
         # Spawned, never forked: a fork of a process with torch's and the engine's threads can hang.
         self._executor: Executor = (
             ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"), initializer=end_with_parent)
@@ -47,14 +48,14 @@ class Prefetcher:
                 jobs[position] = self._executor.submit(decode_pictures, path, places, self.source.image_size)
             except BrokenProcessPool:
                 raise self._worker_died() from None
-        self._jobs[manifest.step] = jobs
+        self._jobs[id(manifest)] = (manifest, jobs)
 
     def take(self, manifest: StepManifest) -> tuple[dict[int, torch.Tensor], set[int]]:
         """({position: pixels float32 [tiles, 3, S, S]}, positions with a bad picture) of a submitted step; waits.
 
         KeyError when the step was not submitted; DataError when a shard cannot be read or a decode process died.
         """
-        jobs = self._jobs.pop(manifest.step)
+        _, jobs = self._jobs.pop(id(manifest))
         pixels: dict[int, torch.Tensor] = {}
         bad: set[int] = set()
         for position, job in jobs.items():
@@ -75,7 +76,7 @@ class Prefetcher:
 
     def drop(self) -> None:
         """Forget everything submitted (after a restore); what has not begun is not decoded."""
-        for jobs in self._jobs.values():
+        for _, jobs in list(self._jobs.values()):
             for job in jobs.values():
                 job.cancel()
         self._jobs.clear()

@@ -6,11 +6,16 @@ Kinds and what they carry beside `t` (seconds since the epoch), `kind`, `lineage
   failed: `cause` (a failure's kind), rank, role, phase, log
 - `lineage`: id, parent (lineage or ""), parent_step: where the lineage branches off
 - `step`: loss, tokens, images, samples, seconds, tokens_per_s, images_per_s, data_wait, lr {module: x}, grad_norm
-  {module: x}, grad_norm_total, phases [[seconds of each phase in `messages.PHASES`] for each rank] with telemetry on
+  {module: x}, grad_norm_total (null where not finite), loss_scale (with fp16), phases [[seconds of each phase in
+  `messages.PHASES`] for each rank] with telemetry on
 - `command`: id, verb, args, ok, ranks, message
 - `checkpoint`: name, path, seconds, bytes; `restore`: name, from_step, values {live key: as saved}
 - `eval`: loss, loss_swapped (null without images), tokens; `samples`: folder, items [{image, truth, text, prompt}]
+- `balance`: times {part: seconds}, layers_per_stage (the split chosen from them), seconds and even [of each rank of a
+  pipeline, with that and with an even split]
 - `bad_image`: sample, reason; `warning`: message
+- `overflow`: a step of which the update was left out; modules (those whose gradients left fp16's range, "loss" if the
+  loss did), loss_scale (the one that the next step takes)
 """
 
 from __future__ import annotations

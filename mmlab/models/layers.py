@@ -22,6 +22,11 @@ def at_least_float32(dtype: torch.dtype) -> torch.dtype:
     return dtype if dtype == torch.float64 else torch.float32
 
 
+def without_half(x: Tensor) -> Tensor:
+    """In float32 what is float16, whose range (65504) sums of squares and exponents leave; others as they are."""
+    return x.float() if x.dtype == torch.float16 else x
+
+
 class Table(nn.Module):
     """A weight matrix [V, D] by itself, with the name of torch.nn.Embedding: looked up, added or multiplied with."""
 
@@ -80,7 +85,7 @@ def defer_weights(module: nn.Module, queue: WeightQueue) -> None:
 
 
 class LayerNorm(nn.Module):
-    """Layer normalisation over the last dim (torch keeps its statistics in at least float32)."""
+    """Layer normalisation over the last dim; statistics in at least float32 (torch), with float16 all of it."""
 
     def __init__(self, make: MakeParameter, name: str, eps: float) -> None:
         super().__init__()
@@ -90,8 +95,9 @@ class LayerNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., D] -> [..., D] in the format of `x`."""
-        weight, bias = local(self.weight, x.dtype), local(self.bias, x.dtype)
-        return F.layer_norm(x, weight.shape, weight, bias, self.eps)
+        wide = without_half(x)
+        weight, bias = local(self.weight, wide.dtype), local(self.bias, wide.dtype)
+        return F.layer_norm(wide, weight.shape, weight, bias, self.eps).to(x.dtype)
 
 
 class RMSNorm(nn.Module):

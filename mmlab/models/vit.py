@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mmlab.models.initial import MakeParameter
-from mmlab.models.layers import LayerNorm, Linear, Table, run_block
+from mmlab.models.layers import LayerNorm, Linear, Table, run_block, without_half
 from mmlab.models.sharding import VISION
 from mmlab.parallel.tensor import local
 from mmlab.plan.schema import VisionConfig
@@ -56,7 +56,7 @@ class Embeddings(nn.Module):
 
 
 class Attention(nn.Module):
-    """Multi-head self-attention in which every patch sees every patch."""
+    """Multi-head self-attention in which every patch sees every patch; in float32 when the encoder runs in float16."""
 
     def __init__(self, config: VisionConfig, make: MakeParameter, name: str) -> None:
         super().__init__()
@@ -69,10 +69,11 @@ class Attention(nn.Module):
     def forward(self, hidden: Tensor) -> Tensor:
         """[N, P, D] -> [N, P, D]."""
         q, k, v = (
-            project(hidden).unflatten(-1, (self.heads, -1)).transpose(1, 2)
+            without_half(project(hidden)).unflatten(-1, (self.heads, -1)).transpose(1, 2)
             for project in (self.q_proj, self.k_proj, self.v_proj)
         )
-        return self.out_proj(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+        mixed = F.scaled_dot_product_attention(q, k, v).to(hidden.dtype)
+        return self.out_proj(mixed.transpose(1, 2).flatten(2))
 
 
 class MLP(nn.Module):

@@ -12,6 +12,7 @@ Handler = Callable[[Op], None]
 PHASE_OF = {
     "encode": "encode",
     "encode_backward": "encode",
+    "encode_ahead": "encode",
     "send_tokens": "exchange",
     "recv_tokens": "exchange",
     "send_token_grads": "exchange",

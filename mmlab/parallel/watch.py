@@ -73,6 +73,12 @@ class Watch:
             self._ops.append((op, start - self._began, end - self._began))
         self.enter(before)
 
+    def background(self, op: Op, start: float, end: float) -> None:
+        """Put into the trace what another thread did from `start` to `end` (`time.perf_counter`), beside the ops."""
+        ops = self._ops
+        if ops is not None:
+            ops.append((op, max(0.0, start - self._began), end - self._began))
+
     def end_step(self) -> None:
         """Write the trace of a traced step."""
         if self._ops is None or self.trace is None:

@@ -43,7 +43,8 @@ def with_encoder(layout: Layout, stages: Mapping[int, Sequence[Op]], play: Play)
     needed = [op.microbatch for op in first if op.kind == "recv_tokens"]
     returned = [op.microbatch for op in first if op.kind == "send_token_grads"]
     if plan.parallel.vision == "own_ranks":
-        own = [*_forward(plan, needed), *_backward(plan, returned)]
+        ahead = [Op("encode_ahead")] if plan.parallel.encoder_ahead else []
+        own = [*_forward(plan, needed), *ahead, *_backward(plan, returned)]
         return [list(stages.get(rank, own)) for rank in range(layout.world_size)]
     if plan.parallel.vision == "first_stage":
         return [

@@ -184,7 +184,7 @@ class Layout:
             "cp": self.cp_groups,
             "cp_skipped": self.cp_groups,
             "pp": self.pipelines,
-            "tokens": [sorted({*self.vision_ranks, *self.stage_ranks(0)})],
+            "tokens": self._token_groups(),
             "vision": [self.vision_group],
             "projector": [self.vision_group] if beside else self.language_groups,
             "language": self.language_groups,
@@ -192,6 +192,12 @@ class Layout:
             "embedding": self.embedding_groups,
         }
         return [group for group in groups[axis] if len(group) > 1]
+
+    def _token_groups(self) -> list[list[int]]:
+        """Ranks among which image tokens travel: those that encode and the first stage, or each replica's own."""
+        if self.plan.parallel.vision == "first_stage":
+            return [self.token_ranks(replica) for replica in range(self.plan.parallel.dp)]
+        return [sorted({*self.vision_ranks, *self.stage_ranks(0)})]
 
     def group_of(self, groups: list[list[int]], rank: int) -> list[int]:
         """The group among `groups` that holds a rank; empty where none does."""

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 Kind = Literal[
-    "encode", "send_tokens", "recv_token_grads", "encode_backward",
+    "encode", "encode_ahead", "send_tokens", "recv_token_grads", "encode_backward",
     "recv_tokens", "recv_forward", "forward", "send_forward",
     "recv_backward", "backward", "backward_input", "send_backward", "send_token_grads", "backward_weight",
     "reduce", "reduce_embedding", "norm", "update",
@@ -14,7 +14,7 @@ Kind = Literal[
 
 PASSES = frozenset({"forward", "backward", "backward_input", "backward_weight"})
 """Passes of a microbatch through a stage."""
-COMPUTE = PASSES | {"encode", "encode_backward"}
+COMPUTE = PASSES | {"encode", "encode_ahead", "encode_backward"}
 """Kinds that compute; the others move or reduce data, except `update`."""
 
 
@@ -26,7 +26,11 @@ class Op:
     stages, -1 otherwise: token ops have several peers (all encoder ranks; the first stage of every replica), and which
     images an encoder rank owns is said by the step manifest. Encoder ops of microbatch m stand for microbatch m of
     every replica. `chunk` is the rank's own index of the model chunk (0 where a rank holds one piece of the decoder).
-    Gradients of image tokens leave from tensor rank 0 only, since they are equal on all.
+    Which ranks give gradients of image tokens back is said by `encoder_ops.returns_token_grads`.
+
+    `encode` and `encode_backward` stand for the microbatches that are encoded together (`parallel.encoder_batch`), by
+    the first of them. With `parallel.encoder_ahead` `encode` takes features from a queue, and `encode_ahead` has those
+    of later steps computed in the background.
 
     `chunk` says which of the rank's model chunks the op belongs to (0 where it has one): that which computes, whose
     output is sent or for whose input is received. A zero-bubble schedule has `backward_input` and `backward_weight` in

@@ -11,6 +11,7 @@ from mmlab.plan.tables import FAINT, FONT, GRID, INK
 
 COLOURS = {
     "encode": "#009e73",
+    "encode_ahead": "#7fcfb6",
     "encode_backward": "#cc79a7",
     "forward": "#56b4e9",
     "backward": "#e69f00",
@@ -26,6 +27,7 @@ TRANSFER, WAIT = "#64748b", "#dbe2ea"
 
 NAMES = {
     "encode": "encode images",
+    "encode_ahead": "encode later steps",
     "encode_backward": "encoder backward",
     "forward": "forward",
     "backward": "backward",
@@ -163,6 +165,7 @@ _LETTERS = {
     "backward_input": "B",
     "backward_weight": "W",
     "encode": "E",
+    "encode_ahead": "e",
     "encode_backward": "G",
     "reduce": "r",
     "reduce_embedding": "r",

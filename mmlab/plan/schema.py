@@ -83,13 +83,21 @@ class ParallelConfig(Section):
         return self.chunks or (2 if self.schedule in ("interleaved", "zb_v") else 1)
 
     @property
+    def undecided(self) -> bool:
+        """Whether the split of the decoder is still to be measured, when a run starts."""
+        return self.balance == "measured" and not self.layers_per_stage and self.pp > 1
+
+    @property
     def splits_backward(self) -> bool:
         """Whether backward runs as two ops, one for inputs and one for the weights of linear layers."""
         return self.schedule in ("zb_h1", "zb_v")
 
 
 class PrecisionConfig(Section):
-    """Number format of the computation; master weights and optimizer stay at least fp32."""
+    """Number format of the computation; master weights and optimizer stay at least fp32.
+
+    In fp16, norms and attention of the encoder are computed in fp32, and the loss is scaled dynamically.
+    """
 
     vision: Precision = "fp32"
     """Format of the encoder's computation."""
@@ -97,6 +105,17 @@ class PrecisionConfig(Section):
     """Format of the projector's computation."""
     language: Precision = "fp32"
     """Format of the decoder's computation."""
+    loss_scale_power: int = Field(16, ge=0, le=24)
+    """With fp16: the power of two that the loss is multiplied by at the start, so that small gradients do not vanish;
+    halved at each step in which a gradient overflows, whose update is left out."""
+    loss_scale_window: int = Field(1000, ge=1)
+    """With fp16: steps without overflow after which the loss scale is doubled (up to 2^24)."""
+
+    @property
+    def scales_loss(self) -> bool:
+        """Whether the loss is scaled: a module computes in fp16 (and none in fp64, in which then all compute)."""
+        formats = (self.vision, self.projector, self.language)
+        return "fp16" in formats and "fp64" not in formats
 
 
 class ShardingConfig(Section):

@@ -105,7 +105,7 @@ def step_costs(plan: Plan, layout: Layout) -> dict[tuple[int, str, int], float]:
     Adapters (a few percent) are not counted.
     """
     costs: dict[tuple[int, str, int], float] = {}
-    again = 1 if plan.train.activation_checkpointing else 0
+    p, again = plan.parallel, 1 if plan.train.activation_checkpointing else 0
     encode, project = _encoder_flops(plan, layout)
     for place in layout.places:
         if place.vision >= 0:
@@ -113,6 +113,9 @@ def step_costs(plan: Plan, layout: Layout) -> dict[tuple[int, str, int], float]:
             vision = 0 if train.vision.frozen else (1 if train.vision.base_frozen else 2) + again
             projector = 2 if not train.projector.base_frozen else (1 if vision or not train.projector.frozen else 0)
             costs[place.rank, "encode", 0] = encode + project
+            if p.encoder_ahead:
+                costs[place.rank, "encode", 0] = project
+                costs[place.rank, "encode_ahead", 0] = encode * -(-p.microbatches // p.encoder_batch)
             costs[place.rank, "encode_backward", 0] = vision * encode + projector * project
         for chunk, stage in enumerate(layout.stages.of(place.pp) if place.role == "language" else ()):
             forward = _stage_flops(plan, layout, stage)

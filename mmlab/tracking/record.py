@@ -9,7 +9,6 @@ import os
 import socket
 import time
 from collections.abc import Iterator
-from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -40,6 +39,7 @@ class RunRecord:
             raise MmlabError(f"{run_dir} is not the folder of a run: it holds no run.json; `mmlab runs` lists runs")
         self._events: list[Event] = []
         self._offset = 0
+        self._plan: Plan | None = None
         self._host = socket.gethostname()
 
     @property
@@ -52,12 +52,14 @@ class RunRecord:
         """`run.json`: id, created, generation, world_size, and for runs of a lab: lab (its folder), engines, keeper."""
         return read_json(self.paths.run) or {}
 
-    @cached_property
+    @property
     def plan(self) -> Plan:
-        """The plan that the run was started with."""
+        """The plan that the run was started with, and what was measured at its start."""
         from mmlab.plan import Plan
 
-        return Plan.load(self.paths.plan)
+        if self._plan is None or self._plan.parallel.undecided:
+            self._plan = Plan.load(self.paths.plan)
+        return self._plan
 
     def events(self) -> list[Event]:
         """All events so far, oldest first."""

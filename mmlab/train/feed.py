@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import threading
+from collections import deque
+
 import torch
 import torch.distributed as dist
 
@@ -19,8 +22,35 @@ SEEN_BEFORE_JUDGED = 100
 """Images seen before the share of undecodable ones may stop a run."""
 
 
+class Coming:
+    """A step that is not consumed yet: its manifest, the data position after it, and its images on their way.
+
+    Asked by the thread that trains and by the one that encodes ahead.
+    """
+
+    def __init__(self, manifest: StepManifest, after: Cursors, prefetcher: Prefetcher | None) -> None:
+        self.manifest, self.after = manifest, after
+        self._prefetcher = prefetcher
+        self._lock = threading.Lock()
+        self._decoded: tuple[dict[int, torch.Tensor], set[int]] | None = None
+
+    def _take(self) -> tuple[dict[int, torch.Tensor], set[int]]:
+        with self._lock:
+            if self._decoded is None:
+                self._decoded = ({}, set()) if self._prefetcher is None else self._prefetcher.take(self.manifest)
+            return self._decoded
+
+    def pixels(self) -> dict[int, torch.Tensor]:
+        """Images of the samples that this rank owns, by position; waits for their decoding."""
+        return self._take()[0]
+
+    def bad(self) -> frozenset[int]:
+        """Positions that this rank owns with an undecodable image; waits for their decoding."""
+        return frozenset(self._take()[1])
+
+
 class Feed:
-    """Batches of one rank, one step decoded ahead.
+    """Batches of one rank, decoded one step ahead of what is encoded, which may be ahead of what is consumed.
 
     `cursors` is the data position after the last consumed step (what a checkpoint stores); prefetched samples do not
     count as consumed.
@@ -30,34 +60,35 @@ class Feed:
         self.plan, self.mesh, self.source = plan, mesh, source
         self.owner = mesh.place.vision
         self.prefetcher = Prefetcher(source, plan.data.workers) if mesh.place.vision >= 0 else None
+        self.ahead = plan.parallel.encoder_ahead if self.prefetcher is not None else 0
         self.images_seen = 0
         self.images_bad = 0
         self.cursors = source.start()
-        self._pixels: dict[int, torch.Tensor] = {}
-        self._next: tuple[StepManifest, Cursors] | None = None
-        self._current: tuple[StepManifest, Cursors, frozenset[int]] | None = None
+        self._coming: deque[Coming] = deque()
+        self._current: tuple[Coming, frozenset[int]] | None = None
 
     def reset(self, cursors: Cursors, step: int) -> None:
         """Stand after step `step`; the next batch is that of `step + 1`. All ranks together."""
         self.cursors = cursors
+        self._coming.clear()
         if self.prefetcher is not None:
             self.prefetcher.drop()
-        self._submit(cursors, step + 1)
+        self._look_ahead(cursors, step)
         self.agree(self._reduce_bad(self.next_bad()))
 
-    def _submit(self, cursors: Cursors, step: int) -> None:
-        self._next = self.source.manifest(step, cursors)
-        if self.prefetcher is not None:
-            manifest, _ = self._next
-            self.prefetcher.submit(manifest, manifest.owned(self.owner))
+    def _look_ahead(self, cursors: Cursors, step: int) -> None:
+        """Make the manifests after a step that are wanted by now, and start to decode their images."""
+        while len(self._coming) <= self.ahead:
+            if self._coming:
+                cursors, step = self._coming[-1].after, self._coming[-1].manifest.step
+            manifest, after = self.source.manifest(step + 1, cursors)
+            if self.prefetcher is not None:
+                self.prefetcher.submit(manifest, manifest.owned(self.owner))
+            self._coming.append(Coming(manifest, after, self.prefetcher))
 
     def next_bad(self) -> frozenset[int]:
         """Undecodable images of the next step that this rank owns; waits for their decoding."""
-        assert self._next is not None
-        if self.prefetcher is None:
-            return frozenset()
-        self._pixels, bad = self.prefetcher.take(self._next[0])
-        return frozenset(bad)
+        return self._coming[0].bad()
 
     def _reduce_bad(self, mine: frozenset[int]) -> frozenset[int]:
         flags = torch.zeros(self.plan.data.global_batch, dtype=torch.float64)
@@ -69,22 +100,20 @@ class Feed:
 
     def agree(self, bad: frozenset[int]) -> None:
         """Take the next step as the current one; `bad` are its undecodable images as all ranks know them."""
-        assert self._next is not None
-        manifest, cursors = self._next
-        self._current = (manifest, cursors, bad)
+        self._current = (self._coming.popleft(), bad)
 
     def batch(self) -> StepInput:
-        """The current step's batch; starts decoding the one after it. DataError when too many images are bad."""
+        """The current step's batch; starts decoding the next one. DataError when too many images are bad."""
         assert self._current is not None
-        manifest, after, bad = self._current
+        current, bad = self._current
+        manifest = current.manifest
         self.images_seen += sum(1 for sample in manifest.samples if sample.tiles)
         self.images_bad += len(bad)
         self._judge(manifest, bad)
-        pixels = {} if self.prefetcher is None else self._pixels
-        batch = StepInput(manifest, bad, self._texts(manifest, bad), pixels)
-        self.cursors = after
-        self._submit(after, manifest.step + 1)
-        return batch
+        self.cursors = current.after
+        self._look_ahead(current.after, manifest.step)
+        coming = [(step.manifest, step.pixels) for step in self._coming][: self.ahead]
+        return StepInput(manifest, bad, self._texts(manifest, bad), current.pixels(), coming)
 
     def _texts(self, manifest: StepManifest, bad: frozenset[int]) -> dict[int, PackedText]:
         place = self.mesh.place

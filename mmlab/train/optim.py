@@ -35,6 +35,11 @@ def decays(shape_dims: int) -> bool:
     return shape_dims >= 2
 
 
+def learning_rates(plan: Plan, step: int) -> dict[str, float]:
+    """Learning rate of each module at a step."""
+    return {m: learning_rate(getattr(plan.train, m), step, plan.train.steps) for m in MODULES}
+
+
 class Optimizer:
     """torch's fused AdamW over the plain local tensors of one rank's parameters.
 
@@ -79,7 +84,7 @@ class Optimizer:
 
     def step(self, plan: Plan, step: int, grads: Mapping[str, Tensor]) -> dict[str, float]:
         """Apply the gradients of a step and return the learning rates used."""
-        rates = {m: learning_rate(getattr(plan.train, m), step, plan.train.steps) for m in MODULES}
+        rates = learning_rates(plan, step)
         if self.adamw is not None:
             for group in self.adamw.param_groups:
                 settings: ModuleTrain = getattr(plan.train, group["module"])

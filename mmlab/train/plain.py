@@ -14,9 +14,9 @@ from torch import Tensor
 from mmlab.data.pipeline import DataSource
 from mmlab.models.build import PartModel, plain_model
 from mmlab.models.weights import init_from
-from mmlab.plan.schema import MODULES, Plan
-from mmlab.train.optim import decays, learning_rate
-from mmlab.train.precision import master_dtype
+from mmlab.plan.schema import Plan
+from mmlab.train.optim import decays, learning_rates
+from mmlab.train.precision import LossScale, master_dtype
 
 
 @dataclass
@@ -40,6 +40,16 @@ def _optimizer(plan: Plan, model: PartModel) -> torch.optim.AdamW:
     return torch.optim.AdamW(groups, foreach=False)
 
 
+def _gradients(trainable: list[tuple[str, torch.nn.Parameter]], scale: float) -> dict[str, Tensor]:
+    """The gradients, freed of the loss scale in place; zero without any image: weight decay and momentum apply."""
+    grads = {}
+    for name, param in trainable:
+        if param.grad is None:
+            param.grad = torch.zeros_like(param)
+        grads[name] = param.grad.div_(scale)
+    return grads
+
+
 def run_plain(plan: Plan, steps: int) -> list[StepRecord]:
     """Train `steps` steps on one process in the plan's precision; every tensor of every step is kept."""
     model = plain_model(plan, master_dtype(plan))
@@ -47,23 +57,24 @@ def run_plain(plan: Plan, steps: int) -> list[StepRecord]:
     source = DataSource(plan)
     optimizer = _optimizer(plan, model)
     trainable = [(name, param) for name, param in model.named_parameters() if param.requires_grad]
-    cursors, records = source.start(), []
+    cursors, records, scale = source.start(), [], LossScale(plan)
     for step in range(1, steps + 1):
         manifest, cursors = source.manifest(step, cursors)
         everyone = range(len(manifest.samples))
         pixels, bad = source.pixels(manifest, everyone)
         text = source.text(manifest, everyone, frozenset(bad))
-        loss = model(text, pixels) / max(1, manifest.targets(frozenset(bad)))
-        optimizer.zero_grad()
-        loss.backward()
-        record = StepRecord(float(loss.detach()))
-        for name, param in trainable:
-            if param.grad is None:  # a step without any image: zero gradients, weight decay and momentum apply
-                param.grad = torch.zeros_like(param)
-            record.grads[name] = param.grad.clone()
+        targets = max(1, manifest.targets(frozenset(bad)))
+        overflow = True
+        while overflow:  # fp16: the same batch with a smaller scale
+            loss = model(text, pixels) / targets
+            optimizer.zero_grad()
+            (loss * scale.value).backward()
+            grads = _gradients(trainable, scale.value)
+            overflow = scale.judge(all(bool(grad.isfinite().all()) for grad in grads.values()))
+        record = StepRecord(float(loss.detach()), {name: grad.clone() for name, grad in grads.items()})
         if plan.train.clip_norm:
             torch.nn.utils.clip_grad_norm_([param for _, param in trainable], plan.train.clip_norm, foreach=False)
-        rates = {m: learning_rate(getattr(plan.train, m), step, plan.train.steps) for m in MODULES}
+        rates = learning_rates(plan, step)
         for group in optimizer.param_groups:
             group["lr"] = rates[group["name"].split(".", 1)[0]]
         optimizer.step()

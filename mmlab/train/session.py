@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import secrets
 import time
 from collections.abc import Callable
@@ -23,8 +24,14 @@ from mmlab.train.evaluate import Evaluator
 from mmlab.train.feed import Feed
 from mmlab.train.step import HybridStep, Ride, StepResult
 
+SLOW_FP16 = "fp16 on a CPU: a matrix product takes about 200 times as long as in fp32 (bf16: 3 times)"
 LONGEST_NAME = 200
 """Bytes of a checkpoint's name: file systems admit 255, and a save under way has a longer one."""
+
+
+def _finite(value: float) -> float | None:
+    """A number for the event log; none for one that JSON does not have."""
+    return value if math.isfinite(value) else None
 
 
 @dataclass
@@ -87,6 +94,8 @@ class Session:
             if self.mesh.place.rank == 0:
                 steps = planned_steps(read_events(self.paths.events)[0], steps)
             self.plan = set_live(self.plan, {"train.steps": self.channel.share(steps)})
+        if self.runner.scale.active and self.mesh.device.type == "cpu":
+            self.emit("warning", step=self.steering.step, message=SLOW_FP16)
 
     def step(self) -> None:
         """One optimizer step, its event, and the count."""
@@ -101,6 +110,9 @@ class Session:
         self.feed.agree(result.next_bad)
         self.watch.end_step()
         self.steering.step, self.steering.loss = number, result.loss
+        if result.overflow:
+            fields = {"modules": result.overflow, "loss_scale": self.runner.scale.value}
+            self.emit("overflow", step=number, **fields)
         if batch.bad:
             self._name_bad(number, [batch.manifest.samples[position].key for position in sorted(batch.bad)])
         self._emit_step(result, time.perf_counter() - began, batch.manifest.tokens, batch.manifest.tiles)
@@ -122,7 +134,9 @@ class Session:
             "step", step=self.steering.step, loss=result.loss, tokens=tokens, images=images,
             samples=self.plan.data.global_batch, targets=result.targets, seconds=round(seconds, 5),
             tokens_per_s=round(tokens / seconds, 2), images_per_s=round(images / seconds, 2), data_wait=data,
-            lr=result.lr, grad_norm=result.grad_norm, grad_norm_total=result.grad_norm_total,
+            lr=result.lr, grad_norm={m: _finite(norm) for m, norm in result.grad_norm.items()},
+            grad_norm_total=_finite(result.grad_norm_total),
+            **({"loss_scale": result.loss_scale} if self.runner.scale.active else {}),
             **({"phases": [[round(s, 5) for s in row] for row in result.phases]} if result.phases else {}),
             **({"traffic": result.traffic} if result.traffic else {}),
             **({"communication": {m: {"seconds": round(s, 5), "exposed": round(e, 5)}
@@ -235,7 +249,7 @@ class Session:
         folder = self.paths.checkpoints / (name or f"step-{step:06d}-{self.lineage}")
         extra = {
             "step": step, "lineage": self.lineage, "cursors": self.feed.cursors.to_json(), "periodic": periodic,
-            "plan": self.plan.dumps(), "loss": self.steering.loss,
+            "plan": self.plan.dumps(), "loss": self.steering.loss, "loss_scale": self.runner.scale.state(),
         }  # fmt: skip
         with self.watch.timed("checkpoint"):
             manifest = checkpoint.save(self.plan, self.mesh, self.built, folder, extra)
@@ -261,6 +275,7 @@ class Session:
             raise CheckpointError(problem)
         with self.watch.timed("checkpoint"):
             manifest = checkpoint.load(self.plan, self.mesh, self.built, self.paths.checkpoints / name)
+        self.runner.scale.load(manifest.get("loss_scale", {}))
         saved = Plan.loads(manifest["plan"], f"checkpoint {name}")
         values = {key: get(saved, key) for key in live_keys() if key != "train.steps"}
         self.plan = set_live(self.plan, values)
@@ -306,6 +321,7 @@ class Session:
 
     def close(self) -> None:
         """End helpers of this rank."""
+        self.runner.close()
         self.feed.close()
         self.evaluator.close()
         if self.log is not None:

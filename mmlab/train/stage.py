@@ -47,6 +47,8 @@ class StageRunner:
         self.texts: Mapping[int, PackedText] = {}
         self.total_targets = 1
         self.loss_sum = torch.zeros((), dtype=torch.float64)
+        self.loss_scale = 1.0
+        """What the loss is multiplied by, and with it all gradients (`LossScale`)."""
         self._inputs: dict[Slot, Tensor] = {}
         self._tokens: dict[int, Tensor] = {}
         self._outputs: dict[Slot, Tensor] = {}
@@ -206,7 +208,7 @@ class StageRunner:
         if not output.requires_grad:
             return  # a frozen first stage and a microbatch of text alone: nothing before it wants a gradient
         if self._is_last(op):
-            (output / self.total_targets).backward()
+            (output / self.total_targets * self.loss_scale).backward()
         else:
             torch.autograd.backward(output, self._grads.pop(slot).to(output.dtype))
         here = self._chunk_here(stage - 1)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -20,9 +20,12 @@ from mmlab.parallel.pipeline import Handler, forward_ops, run_ops
 from mmlab.parallel.watch import Watch
 from mmlab.plan.ops import Op
 from mmlab.plan.schema import MODULES, Plan
+from mmlab.train.ahead import Pixels
 from mmlab.train.build import EMBEDDING, Built
 from mmlab.train.complete import closing_ops
 from mmlab.train.encoder import EncoderRunner
+from mmlab.train.optim import learning_rates
+from mmlab.train.precision import LossScale
 from mmlab.train.stage import StageRunner
 
 
@@ -30,13 +33,15 @@ from mmlab.train.stage import StageRunner
 class StepInput:
     """What a rank needs for a step: `texts[microbatch]` on stage ranks, `pixels[position]` on ranks that encode.
 
-    `bad` are the positions whose image could not be decoded, agreed by all ranks; their targets are masked.
+    `bad` are the positions whose image could not be decoded, agreed by all ranks; their targets are masked. `coming`
+    are the steps that the encoder is to work ahead on.
     """
 
     manifest: StepManifest
     bad: frozenset[int]
     texts: Mapping[int, PackedText] = field(default_factory=dict)
     pixels: Mapping[int, Tensor] = field(default_factory=dict)
+    coming: Sequence[tuple[StepManifest, Pixels]] = ()
 
     @property
     def targets(self) -> int:
@@ -51,6 +56,8 @@ class StepResult:
     Empty without telemetry: `phases` [world][phase] seconds; `traffic[axis]` bytes that each of `layout.groups(axis)`
     handed to communication since the step before reported; `communication[module]` (seconds, exposed): how long the
     module's gradients were under way and how long of it a rank waited, each on the rank where it was longest.
+    `overflow` names the modules of which a gradient (or "loss" if the loss itself) left fp16's range: the update was
+    left out then. `loss_scale` is what the step's gradients were computed with.
     """
 
     loss: float
@@ -63,6 +70,8 @@ class StepResult:
     phases: list[list[float]]
     traffic: dict[str, list[int]]
     communication: dict[str, tuple[float, float]]
+    overflow: list[str]
+    loss_scale: float
 
 
 class NotFinite(RunFailed):
@@ -83,8 +92,10 @@ class HybridStep:
 
     def __init__(self, plan: Plan, mesh: Mesh, built: Built, watch: Watch) -> None:
         self.plan, self.mesh, self.built, self.watch = plan, mesh, built, watch
+        self.scale = LossScale(plan)
+        encodes = mesh.place.vision >= 0
+        self.encoder = EncoderRunner(plan, mesh, built.part, watch.background) if encodes else None
         self._groups = {axis: mesh.layout.groups(axis) for axis in AXES}
-        self.encoder = EncoderRunner(plan, mesh, built.part) if mesh.place.vision >= 0 else None
         self.stage = StageRunner(plan, mesh, built.part, built.weights) if mesh.place.role == "language" else None
         self._handlers: dict[str, Handler] = {}
         for runner in (self.encoder, self.stage):
@@ -131,9 +142,10 @@ class HybridStep:
 
     def _begin(self, batch: StepInput) -> None:
         if self.encoder is not None:
-            self.encoder.begin(batch.manifest, batch.pixels)
+            self.encoder.begin(batch.manifest, batch.pixels, batch.coming)
         if self.stage is not None:
             self.stage.begin(batch.manifest, batch.texts, batch.targets)
+            self.stage.loss_scale = self.scale.value
 
     def flush(self) -> None:
         """Wait until everything sent has left."""
@@ -146,7 +158,8 @@ class HybridStep:
         """Forward, backward, reduction, clipping and update of one step.
 
         `plan` holds the live values (learning rates, clipping). `inspect` sees the reduced gradients before clipping.
-        NotFinite when a norm or the loss is not a number: weights are then left as they were.
+        NotFinite when a norm or the loss is not a number (and no smaller loss scale could help): weights are then left
+        as they were.
         """
         self._begin(batch)
         state: dict[str, StepResult] = {}
@@ -158,12 +171,16 @@ class HybridStep:
         def norm(_: Op) -> None:
             self.flush()
             self.end_sharded()  # also where nothing trains and so nothing was reduced
+            self.built.reducer.scale(1.0 / self.scale.value)
             if inspect is not None:
                 inspect(self.built)
             state["result"] = self._norm(plan, batch, ride)
 
         def update(_: Op) -> None:
             result = state["result"]
+            if result.overflow:
+                result.lr = learning_rates(plan, step)
+                return
             if plan.train.clip_norm:  # torch.nn.utils.clip_grad_norm_'s formula
                 self.built.reducer.scale(min(1.0, plan.train.clip_norm / (result.grad_norm_total + 1e-6)))
             result.lr = self.built.optimizer.step(plan, step, self.built.reducer.grads)
@@ -185,6 +202,11 @@ class HybridStep:
             self.flush()
         self.end_sharded()
         return float(self.stage.loss_sum) if self.stage is not None and self.mesh.place.tp == 0 else 0.0
+
+    def close(self) -> None:
+        """End what works in the background."""
+        if self.encoder is not None:
+            self.encoder.close()
 
     def end_sharded(self) -> None:
         """Wait for gradients that FSDP2 sums, and drop the weights that it has gathered."""
@@ -219,7 +241,7 @@ class HybridStep:
         squares = packed[: len(MODULES)].tolist()
         total_loss, commands = packed[len(MODULES) : len(MODULES) + 2].tolist()
         rest = packed[len(MODULES) + 2 :]
-        self._check_finite(squares, total_loss)
+        scale, overflow = self.scale.value, self._judge(squares, total_loss)
         phases, traffic, communication = self._reported(rest[ride.next_size :].view(-1, columns))
         return StepResult(
             loss=total_loss / max(1, batch.targets),
@@ -232,6 +254,8 @@ class HybridStep:
             phases=phases,
             traffic=traffic,
             communication=communication,
+            overflow=overflow,
+            loss_scale=scale,
         )
 
     def _reported(self, rows: Tensor) -> tuple[list[list[float]], dict[str, list[int]], dict[str, tuple[float, float]]]:
@@ -247,13 +271,16 @@ class HybridStep:
         longest = zip(MODULES, seconds.amax(0).tolist(), exposed.amax(0).tolist(), strict=True)
         return phases.tolist(), sums, {m: (s, e) for m, s, e in longest if s}
 
-    @staticmethod
-    def _check_finite(squares: list[float], loss: float) -> None:
-        wrong = [f"the gradient of {m}" for m, s in zip(MODULES, squares, strict=True) if not math.isfinite(s)]
-        if not math.isfinite(loss):
-            wrong.insert(0, "the loss")
-        if wrong:
-            raise NotFinite(
-                f"{' and '.join(wrong)} is not a finite number; weights are as they were before this step. "
-                "Lower the learning rate (train.<module>.lr) or train.clip_norm, or restore an older checkpoint."
-            )
+    def _judge(self, squares: list[float], loss: float) -> list[str]:
+        """What is not finite on any rank: then the loss scale falls, or where it cannot the run ends (NotFinite)."""
+        named = zip(("loss", *MODULES), (loss, *squares), strict=True)
+        wrong = [name for name, value in named if not math.isfinite(value)]
+        if self.scale.judge(not wrong) or not wrong:
+            return wrong
+        what = " and ".join(f"the gradient of {name}" if name in MODULES else f"the {name}" for name in wrong)
+        least = f" at the smallest loss scale ({self.scale.value:g})" if self.scale.active else ""
+        other = ", compute in another format (precision.<module>)" if self.scale.active else ""
+        raise NotFinite(
+            f"{what} is not a finite number{least}; weights are as they were before this step. "
+            f"Lower the learning rate (train.<module>.lr) or train.clip_norm{other}, or restore an older checkpoint."
+        )

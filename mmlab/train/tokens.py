@@ -160,6 +160,7 @@ class TokenExchange:
         mine = torch.zeros((max(sizes), self.width), dtype=self.dtype, device=self.mesh.device)
         if parts:
             torch.cat(parts, out=mine[: sizes[place.tp]])
+        self.mesh.traffic.add("tokens", mine)
         gathered = mine.new_empty((tp.size * max(sizes), self.width))
         dist.all_gather_into_tensor(gathered, mine, group=tp.group)
         return [whole[:size] for whole, size in zip(gathered.split(max(sizes)), sizes, strict=True)]

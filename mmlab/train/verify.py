@@ -5,6 +5,7 @@ These functions run in rank processes; `mmlab.cluster.verify` starts them.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections import defaultdict
 from dataclasses import dataclass, field
@@ -22,6 +23,7 @@ from mmlab.parallel.gradients import local_tensor
 from mmlab.parallel.mesh import build_mesh, close_mesh
 from mmlab.parallel.watch import Watch
 from mmlab.plan import Plan
+from mmlab.train.balance import settle
 from mmlab.train.build import Built, build
 from mmlab.train.feed import Feed
 from mmlab.train.plain import StepRecord, run_plain
@@ -54,6 +56,7 @@ def run_ranks(rank: int, world: int, host: str, port: int, plan_text: str, steps
     plan = Plan.loads(plan_text)
     store = dist.TCPStore(host, port, is_master=False) if world > 1 else None
     mesh = build_mesh(plan, plan.layout(), rank, store, torch.device("cpu"))
+    plan, _ = settle(plan, mesh)
     built = build(plan, mesh)
     feed = Feed(plan, mesh, DataSource(plan))
     runner = HybridStep(plan, mesh, built, Watch(telemetry=False))
@@ -66,13 +69,15 @@ def run_ranks(rank: int, world: int, host: str, port: int, plan_text: str, steps
         feed.reset(feed.cursors, 0)
         for step in range(1, steps + 1):
             batch = feed.batch()
-            ride = Ride(next_bad=feed.next_bad, next_size=plan.data.global_batch)
-            result = runner.train(plan, step, batch, ride, inspect)
+            ride = Ride(next_bad=functools.cache(feed.next_bad), next_size=plan.data.global_batch)
+            while (result := runner.train(plan, step, batch, ride, inspect)).overflow:
+                shards.grads.pop()  # fp16: the same batch with a smaller loss scale
             feed.agree(result.next_bad)
             shards.losses.append(result.loss)
             shards.params.append({n: local_tensor(p).clone() for n, p in built.part.named_parameters()})
         torch.save(vars(shards), Path(folder) / f"rank-{rank}.pt")
     finally:
+        runner.close()
         feed.close()
         close_mesh(mesh)
 

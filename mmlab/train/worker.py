@@ -34,6 +34,7 @@ from mmlab.parallel.abort import Connections
 from mmlab.parallel.mesh import Mesh, build_mesh, close_mesh
 from mmlab.parallel.watch import Watch
 from mmlab.plan import Layout, Plan
+from mmlab.train.balance import settle
 from mmlab.train.build import build
 from mmlab.train.control import Listener
 from mmlab.train.job import Job
@@ -161,6 +162,12 @@ def _run(plan: Plan, paths: RunPaths, mesh: Mesh, watch: Watch, listener: Listen
     if job.rank == 0:
         early = EventLog(paths.events, _lineage(paths))
         early.emit("state", state="starting", reason="ranks are connected; opening the data, building the model")
+        early.close()
+    plan, measured = settle(plan, mesh)
+    if measured is not None and job.rank == 0:
+        plan.save(paths.plan)
+        early = EventLog(paths.events, _lineage(paths))
+        early.emit("balance", **measured)
         early.close()
     session = Session(plan, paths, mesh, build(plan, mesh), watch, listener)
     try:

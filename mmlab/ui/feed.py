@@ -23,7 +23,7 @@ BETWEEN = {"eval": "evaluating", "checkpoint": "saving"}
 """What ranks do between steps, by phase of the beacon."""
 WINDOW = 20
 """Steps over which phases are averaged."""
-SHOWN = ("state", "lineage", "command", "checkpoint", "restore", "eval", "samples", "bad_image", "warning")
+SHOWN = ("state", "lineage", "command", "checkpoint", "restore", "eval", "samples", "bad_image", "overflow", "warning")
 """Kinds of events listed for people (steps are curves)."""
 
 
@@ -38,7 +38,6 @@ class Feed:
     def __init__(self, run_dir: Path | str, capacity: int = 4000) -> None:
         self.paths = RunPaths(Path(run_dir))
         self.record = RunRecord(self.paths.root)
-        self.plan: Plan = self.record.plan
         self.state = "queued"
         self.reason = ""
         self.step = 0
@@ -56,6 +55,11 @@ class Feed:
         self.cuts = 0
         self._phases: deque[list[list[float]]] = deque(maxlen=WINDOW)
         self._offset = 0
+
+    @property
+    def plan(self) -> Plan:
+        """The run's plan; what is measured at its start is in it from then on."""
+        return self.record.plan
 
     def read(self, on_event: Callable[[Event], None] | None = None) -> int:
         """Take in what is new in the event log; the number of events. `on_event` sees each."""

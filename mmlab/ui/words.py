@@ -103,6 +103,11 @@ def _checkpoint(event: Event) -> str:
     return f"checkpoint {event.get('name')}, {event.get('bytes', 0) / 1e6:.1f} MB in {event.get('seconds', 0.0):.1f} s"
 
 
+def _overflow(event: Event) -> str:
+    modules = ", ".join(event.get("modules") or [])
+    return f"step {event.get('step')} left out: overflow in {modules}; loss scale now {number(event.get('loss_scale'))}"
+
+
 _WORDS = {
     "state": _state,
     "lineage": _lineage,
@@ -112,5 +117,6 @@ _WORDS = {
     "restore": lambda event: f"restored {event.get('name')} of step {event.get('from_step')}",
     "samples": lambda event: f"wrote text for {len(event.get('items') or [])} held-out pictures",
     "bad_image": lambda event: f"image of {event.get('sample')} cannot be decoded: {event.get('reason')}",
+    "overflow": _overflow,
     "warning": lambda event: f"warning: {event.get('message')}",
 }

@@ -13,8 +13,11 @@ def plans(draw: st.DrawFn) -> Plan:
     m = -(-m // pp) * pp if schedule == "interleaved" else m
     layers = draw(st.lists(st.integers(1, 3), min_size=pp * chunks, max_size=pp * chunks))
     placement = draw(st.sampled_from(("own_ranks", "own_ranks", "first_stage", "all_ranks")))
+    frozen = draw(st.booleans())
+    ahead = draw(st.integers(0, 2)) if frozen and placement == "own_ranks" else 0
     return Plan().with_(
         {
+            "parallel.encoder_ahead": ahead,
             "parallel.vision": placement,
             "parallel.vision_dp": draw(st.integers(1, 3)) if placement == "own_ranks" else 0,
             "parallel.encoder_batch": draw(st.integers(1, m)),
@@ -30,7 +33,7 @@ def plans(draw: st.DrawFn) -> Plan:
             "data.global_batch": dp * m * draw(st.integers(1, 3)),
             "model.language.layers": sum(layers),
             "model.language.tied_embeddings": draw(st.booleans()),
-            "train.vision.frozen": draw(st.booleans()),
+            "train.vision.frozen": frozen,
             "train.projector.frozen": draw(st.booleans()),
             "train.language.frozen": draw(st.booleans()),
         }

@@ -29,6 +29,7 @@ def expected(plan, place) -> set[tuple[str, int, int]]:
     if place.vision >= 0:
         heads |= {"encode"} | ({"encode_backward"} if tokens_train else set())
         kinds |= {("send_tokens", 0)} | ({("recv_token_grads", 0)} if tokens_train else set())
+        once |= {"encode_ahead"} if p.encoder_ahead else set()
         trains = tokens_train
     if place.role == "language":
         where = holders(plan)

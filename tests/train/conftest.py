@@ -11,8 +11,9 @@ from PIL import Image
 WORDS = ["red", "green", "blue", "square", "circle", "big", "small", "left", "right", "top", "bottom"]
 
 
-def write_set(folder: Path, samples: int, text_share: float, broken: int = 0) -> Path:
-    """`samples` samples in two shards; about `text_share` without a picture; the first `broken` undecodable."""
+def write_set(folder: Path, samples: int, text_share: float, broken: int = 0, most: int = 1) -> Path:
+    """`samples` samples in two shards; about `text_share` without a picture, the others with up to `most`; the first
+    `broken` undecodable."""
     folder.mkdir(parents=True)
     random_ = random.Random(7)
     for shard in range(2):
@@ -21,9 +22,11 @@ def write_set(folder: Path, samples: int, text_share: float, broken: int = 0) ->
                 number = shard * (samples // 2) + i
                 sample = {"__key__": f"s{number:05d}", "txt": " ".join(random_.choices(WORDS, k=random_.randint(2, 9)))}
                 if random_.random() >= text_share:
-                    picture, buffer = Image.new("RGB", (40, 30), tuple(random_.choices(range(256), k=3))), io.BytesIO()
-                    picture.save(buffer, "PNG")
-                    sample["png"] = b"not a picture" if number < broken else buffer.getvalue()
+                    for k in range(random_.randint(1, most) if most > 1 else 1):
+                        buffer, colour = io.BytesIO(), tuple(random_.choices(range(256), k=3))
+                        Image.new("RGB", (40, 30), colour).save(buffer, "PNG")
+                        name = f"{k}.png" if most > 1 else "png"
+                        sample[name] = b"not a picture" if number < broken else buffer.getvalue()
                 tar.write(sample)
     return folder
 
@@ -36,3 +39,9 @@ def shards(tmp_path_factory) -> Path:
 @pytest.fixture(scope="session")
 def text_shards(tmp_path_factory) -> Path:
     return write_set(tmp_path_factory.mktemp("data") / "text", 40, 1.0)
+
+
+@pytest.fixture(scope="session")
+def uneven_shards(tmp_path_factory) -> Path:
+    """Up to three pictures a sample."""
+    return write_set(tmp_path_factory.mktemp("data") / "uneven", 80, 0.3, most=3)

@@ -60,3 +60,22 @@ def test_a_trace_names_the_chunk_of_each_pass(pool, shards, tmp_path):
         done = [(kind, i, chunk) for kind, i, _, _, chunk in trace["ops"] if kind in PASSES]
         assert done == [(op.kind, op.microbatch, op.chunk) for op in planned[rank] if op.kind in PASSES]
         assert {chunk for _, _, chunk in done} == {0, 1}
+
+
+def test_a_measured_split_is_decided_once_and_stands_in_the_plan(pool, shards, tmp_path):
+    plan = make_plan(shards, "1f1b").with_("parallel.balance=measured", "data.held_out=''", "model.language.layers=6")
+    assert plan.parallel.undecided
+    run = LiveRun(pool, plan, tmp_path / "run")
+    assert set(run.join()) == {"finished"}
+    (measured,) = run.events("balance")
+    settled = Plan.load(run.paths.plan)
+    split = list(settled.parallel.layers_per_stage)
+    assert split == measured["layers_per_stage"]
+    assert sum(split) == 6
+    assert max(measured["seconds"]) <= max(measured["even"])
+    assert min(measured["times"][part] for part in ("block", "embedding", "head")) > 0
+    name = min(path.name for path in run.paths.checkpoints.iterdir())
+    again = LiveRun(pool, settled, tmp_path / "run", generation=2, restore=name)
+    again.join()
+    assert len(again.events("balance")) == 1, "a later generation keeps what was decided"
+    assert Plan.load(run.paths.plan) == settled

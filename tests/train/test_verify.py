@@ -32,20 +32,25 @@ def check(pool, data, name, *changes):
     assert result["losses"][-1] != result["losses"][0]  # something was trained
 
 
-def check_plan(pool, shards, text_shards, path):
-    check(pool, {"mixed": shards, "text": text_shards}[said(path, "data", "mixed")], path)
+@pytest.fixture
+def data_sets(shards, text_shards, uneven_shards):
+    return {"mixed": shards, "text": text_shards, "uneven": uneven_shards}
+
+
+def check_plan(pool, data_sets, path):
+    check(pool, data_sets[said(path, "data", "mixed")], path)
 
 
 @pytest.mark.parametrize("path", of_tier("quick"))
-def test_layout_equals_one_process(pool, shards, text_shards, path):
-    check_plan(pool, shards, text_shards, path)
+def test_layout_equals_one_process(pool, data_sets, path):
+    check_plan(pool, data_sets, path)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("path", of_tier("slow"))
-def test_more_layouts_equal_one_process(pool, shards, text_shards, path):
-    check_plan(pool, shards, text_shards, path)
+def test_more_layouts_equal_one_process(pool, data_sets, path):
+    check_plan(pool, data_sets, path)
 
 
 def test_every_plan_says_what_it_covers_and_passes_the_rules():

@@ -6,7 +6,7 @@ To add a rule, write a function that takes a plan and yields problems, and put i
 from __future__ import annotations
 
 from mmlab.plan.problems import Problem
-from mmlab.plan.rules import availability, general, layout, lora, model, pipeline, sequence, sharding
+from mmlab.plan.rules import availability, encoder, general, layout, lora, model, pipeline, sequence, sharding
 from mmlab.plan.rules.common import Rule, check_platform
 from mmlab.plan.rules.engines import engine_count
 from mmlab.plan.schema import Plan
@@ -18,6 +18,8 @@ RULES: tuple[Rule, ...] = (
     general.name,
     layout.vision_group,
     layout.vision_batch,
+    encoder.encoder_batch,
+    encoder.encoder_ahead,
     model.image_patches,
     model.vision_heads,
     model.language_heads,

@@ -13,9 +13,6 @@ AVAILABLE: tuple[tuple[str, tuple[object, ...]], ...] = (
     ("offload.mode", ("none",)),
     ("communication.vision.compressor", ("none",)),
     ("communication.language.compressor", ("none",)),
-    ("precision.vision", ("bf16", "fp32", "fp64")),
-    ("precision.projector", ("bf16", "fp32", "fp64")),
-    ("precision.language", ("bf16", "fp32", "fp64")),
 )
 """Fields of which this version has only some values, the value nearest to what was asked for first."""
 

@@ -23,7 +23,7 @@ def vision_group(plan: Plan) -> Iterator[Problem]:
 def vision_batch(plan: Plan) -> Iterator[Problem]:
     """Every encoder rank gets an image in a step."""
     batch, ranks = plan.data.global_batch, plan.parallel.vision_dp
-    if ranks > batch:
+    if plan.parallel.vision == "own_ranks" and ranks > batch:
         message = f"{ranks} encoder ranks for {batch} samples a step: some would never have an image."
         yield Problem("parallel.vision_dp", message, Fix("use fewer", (f"parallel.vision_dp={batch}",)))
 
