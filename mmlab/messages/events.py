@@ -2,8 +2,8 @@
 
 Kinds and what they carry beside `t` (seconds since the epoch), `kind`, `lineage`, `step`:
 
-- `state`: state (queued, starting, running, paused, failed, finished, stopped), reason; for running: `ranks`; for
-  failed: `cause` (a failure's kind), rank, role, phase, log
+- `state`: state (queued, starting, running, paused, failed, finished, stopped), reason; for running: `ranks`,
+  `transport` (what they talk through); for failed: `cause` (a failure's kind), rank, role, phase, log
 - `lineage`: id, parent (lineage or ""), parent_step: where the lineage branches off
 - `step`: loss, tokens, images, samples, seconds, tokens_per_s, images_per_s, data_wait, lr {module: x}, grad_norm
   {module: x}, grad_norm_total (null where not finite), loss_scale (with fp16), phases [[seconds of each phase in

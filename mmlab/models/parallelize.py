@@ -9,11 +9,10 @@ from torch import nn
 from mmlab.models.build import PartModel
 from mmlab.models.decoder import DecoderStage
 from mmlab.parallel.sharding import Sharded, ShardGroup
-from mmlab.parallel.traffic import Traffic
 from mmlab.plan.schema import MODULES, Plan
 
 
-def shard_part(plan: Plan, part: PartModel, shards: Mapping[str, ShardGroup], traffic: Traffic) -> dict[str, Sharded]:
+def shard_part(plan: Plan, part: PartModel, shards: Mapping[str, ShardGroup]) -> dict[str, Sharded]:
     """Put the modules that zero2 and zero3 share out under FSDP2; its hooks gather what a forward needs.
 
     Frozen modules must have been frozen before. zero1 leaves the model as it is.
@@ -30,5 +29,5 @@ def shard_part(plan: Plan, part: PartModel, shards: Mapping[str, ShardGroup], tr
         if isinstance(module, DecoderStage):
             module.always_grad = True
         keep, each = plan.parallel.sharding == "zero2", plan.sharding.reduce == "microbatch"
-        found[name] = Sharded(module, chains, shards[name], traffic, keep=keep, each=each)
+        found[name] = Sharded(module, chains, shards[name], keep=keep, each=each)
     return found

@@ -264,6 +264,12 @@ class Reducer:
         self._armed.clear()
         self._next = 0
 
+    def release(self) -> None:
+        """Forget the gradients that are made anew in each step (the sharded ones)."""
+        for t in self.trained:
+            if t.sharded:
+                self.grads.pop(t.name, None)
+
     def squared_norms(self, modules: tuple[str, ...]) -> Tensor:
         """This rank's share of the squared gradient norm of each module, float64 [len(modules)]."""
         sums = torch.zeros(len(modules), dtype=torch.float64)

@@ -48,21 +48,43 @@ class Mesh:
     shards: Mapping[str, ShardGroup] = field(default_factory=dict)
 
     @property
+    def transports(self) -> list[str]:
+        """What the groups of this rank talk through, with the reason where it is not the best there is."""
+        if self.control is None:
+            return []
+        if self.device.type == "cuda":
+            return ["NCCL"]
+        return shm.transports() or [f"gloo ({reason})" if (reason := shm.refusal()) else "gloo"]
+
+    @property
     def world_size(self) -> int:
         """Ranks of the run."""
         return len(self.layout.places)
 
 
-def _my_group(groups: list[list[int]], rank: int) -> dist.ProcessGroup | None:
-    """Make all groups (every rank takes part in making each) and return this rank's; groups of one are none."""
+def _my_group(groups: list[list[int]], rank: int, what: str) -> dist.ProcessGroup | None:
+    """Make all groups (every rank takes part in making each) and return this rank's; groups of one are none.
+
+    `what` they are for is what a diagnosis of a stuck run calls them.
+    """
     mine = None
     for ranks in groups:
         if len(ranks) < 2:
             continue
-        group = dist.new_group(ranks, timeout=GROUP_TIMEOUT)
+        group = dist.new_group(ranks, timeout=GROUP_TIMEOUT, group_desc=what)
         if rank in ranks:
             mine = group
     return mine
+
+
+def _backend(plan: Plan, device: torch.device) -> str:
+    """torch's name of what the ranks talk through."""
+    if device.type == "cuda":
+        return "cpu:gloo,cuda:nccl"
+    if plan.cluster.collectives == "gloo" or (plan.cluster.collectives == "auto" and shm.refusal()):
+        return "gloo"
+    shm.register(int(1e6 * plan.cluster.shm_mb))  # a group takes gloo by itself where it cannot have shared memory
+    return "shm"
 
 
 def build_mesh(plan: Plan, layout: Layout, rank: int, store: dist.Store | None, device: torch.device) -> Mesh:
@@ -75,26 +97,22 @@ def build_mesh(plan: Plan, layout: Layout, rank: int, store: dist.Store | None, 
     if len(layout.places) == 1:
         forward_link, backward_link = (Link(None, rank, device, traffic) for _ in range(2))
         return Mesh(layout, place, device, None, alone, ContextGroup(), {}, None, forward_link, backward_link, traffic)
-    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-    if device.type == "cpu" and plan.cluster.collectives == "shm":
-        shm.register()  # takes gloo by itself where the ranks share no x86-64 Linux host or have no memory to share
-        backend = "shm"
     dist.init_process_group(
-        backend, store=store, rank=rank, world_size=len(layout.places), timeout=GROUP_TIMEOUT,
+        _backend(plan, device), store=store, rank=rank, world_size=len(layout.places), timeout=GROUP_TIMEOUT,
         device_id=device if device.type == "cuda" else None,
     )  # fmt: skip
     everyone = list(range(len(layout.places)))
-    forward, backward, control = (dist.new_group(everyone, timeout=GROUP_TIMEOUT) for _ in range(3))
+    forward, backward, control = (_my_group([everyone], rank, what) for what in ("forward", "backward", "control"))
     forward_down = backward_down = None
     if plan.parallel.chunks_per_rank > 1:
-        forward_down, backward_down = (dist.new_group(everyone, timeout=GROUP_TIMEOUT) for _ in range(2))
-    tp_group = _my_group(layout.tp_groups, rank)
-    cp_group = _my_group(layout.cp_groups, rank)
-    language_group = _my_group(layout.language_groups, rank)
-    vision_group = _my_group([layout.vision_ranks], rank)
+        forward_down, backward_down = (_my_group([everyone], rank, f"{what} down") for what in ("forward", "backward"))
+    tp_group = _my_group(layout.tp_groups, rank, "tp")
+    cp_group = _my_group(layout.cp_groups, rank, "cp")
+    language_group = _my_group(layout.language_groups, rank, "language")
+    vision_group = _my_group([layout.vision_ranks], rank, "vision")
     tied = plan.model.language.tied_embeddings
-    embedding = _my_group(layout.embedding_groups if tied else [], rank)
-    shards = shard_groups(layout, rank, device, tp_group, GROUP_TIMEOUT)
+    embedding = _my_group(layout.embedding_groups if tied else [], rank, "embedding")
+    shards = shard_groups(layout, rank, device, tp_group, GROUP_TIMEOUT, traffic)
     tp = alone
     if tp_group is not None:
         sharded = shards.get("language")

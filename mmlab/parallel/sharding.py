@@ -29,13 +29,16 @@ from mmlab.plan.holders import shared
 from mmlab.plan.layout import Layout
 from mmlab.plan.schema import MODULES
 
+IN_FLIGHT = 2
+"""Units whose gradients, or buckets whose weights, may be on their way at once: each is whole in memory until then."""
+
 
 @dataclass(frozen=True)
 class ShardGroup:
     """The ranks that share one module's parameters out among them.
 
     `mesh` is one-dimensional over the group. `grid` has the tensor group as its second dim where there is one (both
-    are slices of it), else it is `mesh`.
+    are slices of it), else it is `mesh`. `traffic` counts what is moved.
     """
 
     group: dist.ProcessGroup
@@ -43,6 +46,7 @@ class ShardGroup:
     size: int
     mesh: DeviceMesh
     grid: DeviceMesh
+    traffic: Traffic
 
     def rows(self, count: int) -> tuple[int, int]:
         """(first, one past last) of this rank's rows of `count`: as torch.chunk cuts, so late ranks may have none."""
@@ -61,7 +65,12 @@ class ShardGroup:
 
 
 def shard_groups(
-    layout: Layout, rank: int, device: torch.device, tp_group: dist.ProcessGroup | None, timeout: timedelta
+    layout: Layout,
+    rank: int,
+    device: torch.device,
+    tp_group: dist.ProcessGroup | None,
+    timeout: timedelta,
+    traffic: Traffic,
 ) -> dict[str, ShardGroup]:
     """The rank's group for each module that the plan shares out; all ranks together make all groups.
 
@@ -75,28 +84,29 @@ def shard_groups(
         for ranks in layout.copies(module):
             group = dist.new_group(ranks, timeout=timeout)
             if rank in ranks:
-                found[module] = _shard_group(
-                    layout, rank, ranks, group, device, tp_group if module == "language" else None
-                )
+                tensor_group = tp_group if module == "language" else None
+                mesh, grid = _shard_meshes(layout, rank, ranks, group, device, tensor_group)
+                found[module] = ShardGroup(group, ranks.index(rank), len(ranks), mesh, grid, traffic)
     return found
 
 
-def _shard_group(
+def _shard_meshes(
     layout: Layout,
     rank: int,
     ranks: list[int],
     group: dist.ProcessGroup,
     device: torch.device,
     tp_group: dist.ProcessGroup | None,
-) -> ShardGroup:
+) -> tuple[DeviceMesh, DeviceMesh]:
+    """`mesh` and `grid` of a shard group."""
     if tp_group is None:
         mesh = DeviceMesh.from_group(group, device.type, mesh_dim_names=("dp",))
-        return ShardGroup(group, ranks.index(rank), len(ranks), mesh, mesh)
+        return mesh, mesh
     # FSDP2 joins the two meshes, which must be slices of one. Tensor ranks are neighbours.
     first = [other - layout.place(rank).tp for other in ranks]
     table = [[start + tp for tp in range(layout.plan.parallel.tp)] for start in first]
     grid = DeviceMesh.from_group([group, tp_group], device.type, mesh=table, mesh_dim_names=("dp", "tp"))
-    return ShardGroup(group, ranks.index(rank), len(ranks), grid["dp"], grid)
+    return grid["dp"], grid
 
 
 class _Gathers(AllGather):
@@ -142,6 +152,8 @@ class _Reductions(ReduceScatter):
     ) -> dist.Work | None:
         """Sum, or start to."""
         self.traffic.add("sharding", input_tensor)
+        while len(self._pending) >= IN_FLIGHT:
+            self._pending.pop(0)[0].wait()
         work = dist.reduce_scatter_tensor(
             output_tensor, input_tensor, op=op, group=group, async_op=async_op or self.started
         )
@@ -164,7 +176,6 @@ class Sharded:
         chains: submodules that are gathered one by one, in the order in which they run: while one computes, the next is
             on its way. What is left of `module` is one more unit, gathered while `module` runs.
         shards: the ranks.
-        traffic: where bytes are counted.
         keep: keep what is gathered until the last backward of a step (zero2) rather than gather it anew (zero3).
         each: sum gradients after every backward rather than once a step.
     """
@@ -174,7 +185,6 @@ class Sharded:
         module: nn.Module,
         chains: Sequence[Sequence[nn.Module]],
         shards: ShardGroup,
-        traffic: Traffic,
         *,
         keep: bool,
         each: bool,
@@ -185,13 +195,13 @@ class Sharded:
         self.module = fully_shard(module, mesh=shards.mesh, reshard_after_forward=not (keep or units))
         self.units: list[FSDPModule] = [self.module, *units]
         on_cpu = shards.mesh.device_type == "cpu"
-        self._reductions = _Reductions(traffic, started=on_cpu and not each)
+        self._reductions = _Reductions(shards.traffic, started=on_cpu and not each)
         for unit in self.units:
             # The loss is a sum over the global count (decision 7): gradients are summed, and without this FSDP2 asks
             # for a product with 1.0 that gloo does not have.
             unit.set_gradient_divide_factor(1.0)
             unit.set_force_sum_reduction_for_comms(True)
-            unit.set_custom_all_gather(_Gathers(traffic, on_cpu))
+            unit.set_custom_all_gather(_Gathers(shards.traffic, on_cpu))
             unit.set_custom_reduce_scatter(self._reductions)
         self.module.set_reduce_scatter_unused_params(True)  # the same reductions on ranks with and without an image
         for chain in chains:
@@ -233,36 +243,40 @@ class RowGather:
             self.buckets[-1].append(whole)
             size += added
 
-    def _parts(self, bucket: list[Tensor], flat: Tensor) -> tuple[list[Tensor], list[Tensor]]:
-        """The rows of all ranks: where they lie in the parameters and in the flat [size, share] tensor."""
-        there, here = [], []
-        offset = 0
+    def _packed(self, bucket: list[Tensor]) -> Tensor:
+        """[ranks, their rows one after the other], so far with this rank's alone."""
+        parts = [whole[slice(*self.shards.rows(len(whole)))] for whole in bucket]
+        shares = [-(-len(whole) // self.shards.size) * whole[0].numel() for whole in bucket]
+        flat = bucket[0].new_empty(self.shards.size, sum(shares))
+        places = flat[self.shards.rank].split(shares)
+        torch._foreach_copy_(
+            [place[: part.numel()].view_as(part) for place, part in zip(places, parts, strict=True)], parts
+        )
+        return flat
+
+    def _unpack(self, bucket: list[Tensor], flat: Tensor, work: dist.Work | None) -> None:
+        """Every rank's rows into the parameters, once they have come."""
+        if work is not None:
+            work.wait()
+        there, here, offset = [], [], 0
         for whole in bucket:
             share = -(-len(whole) // self.shards.size)
             rows = whole.split(share)  # fewer than ranks where there are fewer rows
-            width = share * (whole[0].numel() if len(whole) else 0)
             there += rows
             here += [flat[rank, offset : offset + part.numel()].view_as(part) for rank, part in enumerate(rows)]
-            offset += width
-        return there, here
+            offset += share * whole[0].numel()
+        torch._foreach_copy_(there, here)
 
     def __call__(self) -> None:
         """Gather; all ranks of the group together."""
-        under_way = []
+        under_way: list[tuple[list[Tensor], Tensor, dist.Work | None]] = []
         for bucket in self.buckets:
-            share = sum(-(-len(whole) // self.shards.size) * whole[0].numel() for whole in bucket)
-            flat = bucket[0].new_empty(self.shards.size, share)
-            offset = 0
-            for whole in bucket:
-                first, last = self.shards.rows(len(whole))
-                mine = whole[first:last]
-                flat[self.shards.rank, offset : offset + mine.numel()].copy_(mine.reshape(-1))
-                offset += -(-len(whole) // self.shards.size) * whole[0].numel()
-            work = dist.all_gather_into_tensor(
-                flat.view(-1), flat[self.shards.rank].clone(), group=self.shards.group, async_op=True
-            )
+            if len(under_way) >= IN_FLIGHT:
+                self._unpack(*under_way.pop(0))
+            flat = self._packed(bucket)
+            mine = flat[self.shards.rank]
+            self.shards.traffic.add("sharding", mine)
+            work = dist.all_gather_into_tensor(flat.view(-1), mine, group=self.shards.group, async_op=True)
             under_way.append((bucket, flat, work))
-        for bucket, flat, work in under_way:
-            work.wait()
-            there, here = self._parts(bucket, flat)
-            torch._foreach_copy_(there, here)
+        for entry in under_way:
+            self._unpack(*entry)

@@ -50,7 +50,9 @@ def layout_rows(layout: Layout) -> list[list[str]]:
         share = rank_share(layout.plan, layout, place)
         note = " (frozen)" if share.trained == 0 else ""
         row = [str(place.rank), str(place.node), place.label, _layers(layout, place)]
-        rows.append([*row, amount(share.parameters) + note, amount(share.state_bytes, "B")])
+        state = amount(share.state_bytes, "B")
+        state += f" + {amount(share.gathered_bytes, 'B')} gathered" if share.gathered_bytes else ""
+        rows.append([*row, amount(share.parameters) + note, state])
     return rows
 
 

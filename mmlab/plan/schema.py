@@ -270,8 +270,12 @@ class ClusterConfig(Section):
     """Seconds that local engines may take to start (batch profiles wait without limit), likewise."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where ranks compute; auto takes CUDA where torch sees one GPU for each rank of the host."""
-    collectives: Literal["gloo", "shm"] = "gloo"
-    """How CPU ranks talk: gloo, or shared memory where they share an x86-64 Linux host (else gloo, with a warning)."""
+    collectives: Literal["auto", "shm", "gloo"] = "auto"
+    """How CPU ranks talk: shm and auto take shared memory between ranks of one x86-64 Linux host, and gloo where that
+    cannot be had, of which shm warns everywhere, auto only on such a host; gloo takes gloo. Ranks on CUDA take NCCL."""
+    shm_mb: float = Field(256.0, gt=0)
+    """Most shared memory that the process groups of the ranks of one host take together, in MB (1e6 bytes). A group
+    takes a quarter of what is left of it, or of what /dev/shm has free if that is less; at most 8.4 MB."""
 
 
 class TrackingConfig(Section):

@@ -6,13 +6,14 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from mmlab.plan import lora
+from mmlab.plan.holders import holders, shared
 from mmlab.plan.schema import LanguageConfig, Plan, VisionConfig
 
 if TYPE_CHECKING:
     from mmlab.plan.layout import Layout, Place
 
-_BYTES_TRAINED, _BYTES_FROZEN = 16, 4
-"""Bytes a parameter: fp32 weight, gradient and AdamW's two moments when trained, fp32 weight alone when frozen."""
+_WEIGHT = 4
+"""Bytes of an fp32 weight, and of a gradient and of each of AdamW's two moments where it trains."""
 
 
 def vision_parameters(config: VisionConfig) -> int:
@@ -50,40 +51,108 @@ def language_parameters(config: LanguageConfig) -> int:
 
 
 @dataclass(frozen=True)
-class Share:
-    """One rank's share: parameters it trains and parameters it only holds."""
+class Piece:
+    """One rank's share of one module."""
 
     trained: int
+    """Parameters that train."""
     frozen: int
+    """Parameters that are only held."""
+    sharding: str = "none"
+    """What is shared out of it: none, zero1, zero2 or zero3."""
+    ways: int = 1
+    """Ranks that share it."""
+    whole: int = 0
+    """Parameters that zero2 and zero3 have gathered at once, at most."""
+    waits: bool = False
+    """Whether gradients stay whole until the last microbatch."""
+
+    @property
+    def weight_bytes(self) -> float:
+        """fp32 weights between steps."""
+        count = self.trained + self.frozen
+        return _WEIGHT * (count / self.ways if self.sharding in ("zero2", "zero3") else count)
+
+    @property
+    def gradient_bytes(self) -> float:
+        """fp32 gradients that the update reads."""
+        return _WEIGHT * (self.trained / self.ways if self.sharding in ("zero2", "zero3") else self.trained)
+
+    @property
+    def optimizer_bytes(self) -> float:
+        """AdamW's two moments, fp32."""
+        return 2 * _WEIGHT * self.trained / self.ways
+
+    @property
+    def gathered_bytes(self) -> float:
+        """Whole weights that a step holds beside the shared ones, and whole gradients that wait for its end."""
+        waiting = self.trained if self.waits and self.sharding in ("zero2", "zero3") else 0
+        return _WEIGHT * (self.whole + waiting)
+
+
+@dataclass(frozen=True)
+class Share:
+    """One rank's share of the model: a piece of each module that it holds."""
+
+    pieces: tuple[Piece, ...]
+
+    @property
+    def trained(self) -> int:
+        """Parameters that train, as computed with (not as shared out)."""
+        return sum(piece.trained for piece in self.pieces)
+
+    @property
+    def frozen(self) -> int:
+        """Parameters that are only held."""
+        return sum(piece.frozen for piece in self.pieces)
 
     @property
     def parameters(self) -> int:
-        """Parameters on the rank."""
+        """Parameters that the rank computes with."""
         return self.trained + self.frozen
 
     @property
-    def state_bytes(self) -> int:
+    def state_bytes(self) -> float:
         """Bytes of weights, gradients and optimizer state (activations and copies in lower precision not counted)."""
-        return _BYTES_TRAINED * self.trained + _BYTES_FROZEN * self.frozen
+        return sum(piece.weight_bytes + piece.gradient_bytes + piece.optimizer_bytes for piece in self.pieces)
+
+    @property
+    def gathered_bytes(self) -> float:
+        """What zero2 and zero3 hold whole besides while a step computes, at most."""
+        return sum(piece.gathered_bytes for piece in self.pieces)
 
 
 def rank_share(plan: Plan, layout: Layout, place: Place) -> Share:
-    """Parameters of the part of the model that a rank holds."""
-    train, beside = plan.train, plan.parallel.projector == "vision"
-    pieces: list[tuple[int, bool]] = []
-    adapters = 0
+    """The part of the model that a rank holds."""
+    pieces = []
     if place.vision >= 0:
-        pieces.append((vision_parameters(plan.model.vision), train.vision.base_frozen))
-        adapters += plan.model.vision.layers * lora.parameters(plan, "vision")
+        layers, block = plan.model.vision.layers, _vision_block(plan.model.vision)
+        adapters = layers * lora.parameters(plan, "vision")
+        pieces.append(_piece(plan, "vision", vision_parameters(plan.model.vision), adapters, block))
     if place.role == "language":
-        pieces.append((_language_parameters(plan, layout, place), train.language.base_frozen))
-        blocks = sum(map(len, layout.layers_of(place.pp)))
-        adapters += blocks * lora.parameters(plan, "language", plan.parallel.tp)
-    if place.vision >= 0 if beside else layout.embeds(place):
-        pieces.append((projector_parameters(plan), train.projector.base_frozen))
-        adapters += lora.parameters(plan, "projector")
-    trained = sum(n for n, frozen in pieces if not frozen) + adapters
-    return Share(trained, sum(n for n, frozen in pieces if frozen))
+        blocks, tp = sum(map(len, layout.layers_of(place.pp))), plan.parallel.tp
+        adapters, block = blocks * lora.parameters(plan, "language", tp), block_parameters(plan.model.language, tp)
+        pieces.append(_piece(plan, "language", _language_parameters(plan, layout, place), adapters, block, blocks))
+    if place.vision >= 0 if plan.parallel.projector == "vision" else layout.embeds(place):
+        pieces.append(_piece(plan, "projector", projector_parameters(plan), lora.parameters(plan, "projector"), 0))
+    return Share(tuple(pieces))
+
+
+def _piece(plan: Plan, module: str, base: int, adapters: int, block: int, blocks: int = 0) -> Piece:
+    """A module's piece; `block` is the size of a unit that zero3 gathers, `blocks` how many of them a rank has."""
+    frozen = getattr(plan.train, module).base_frozen
+    trained, held = (adapters, base) if frozen else (base + adapters, 0)
+    if plan.parallel.engine != "native" or not shared(plan, module):
+        return Piece(trained, held)
+    sharding, total = plan.parallel.sharding, base + adapters
+    whole = 0 if sharding == "zero1" else total
+    if sharding == "zero3" and block and getattr(plan.sharding, module) == "layer":
+        count = blocks or plan.model.vision.layers
+        each = block + adapters // max(1, count)
+        # A block and the next, which is on its way; what is in no block stays while the module runs.
+        whole = total - count * each + min(2, count) * each
+    waits = plan.parallel.microbatches > 1 and plan.sharding.reduce == "step"
+    return Piece(trained, held, sharding, holders(plan, module), whole, waits)
 
 
 def _language_parameters(plan: Plan, layout: Layout, place: Place) -> int:

@@ -98,7 +98,7 @@ def build(plan: Plan, mesh: Mesh) -> Built:
     part = build_part(plan, part_of(plan, mesh.layout, mesh.place), mesh.tp, master_dtype(plan), mesh.device)
     init_from(part, plan)
     weights = _deferred(plan, part)
-    sharded = shard_part(plan, part, mesh.shards, mesh.traffic)
+    sharded = shard_part(plan, part, mesh.shards)
     trained = _trained(plan, mesh, part, sharded)
     reducer = Reducer(trained, mesh.reductions, _bucket_bytes(plan), mesh.tp.group, mesh.traffic)
     optimizer = Optimizer(plan, trained, mesh.shards)

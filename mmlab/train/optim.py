@@ -93,6 +93,7 @@ class Optimizer:
             for t in self.trained:
                 self.values[t.name].grad = self._mine(t, grads[t.name])
             self.adamw.step()
+            self.adamw.zero_grad()  # sharded gradients are made anew in each step; nobody keeps the old ones
         for gather in self.gathers:
             gather()
         return rates

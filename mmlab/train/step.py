@@ -184,6 +184,7 @@ class HybridStep:
             if plan.train.clip_norm:  # torch.nn.utils.clip_grad_norm_'s formula
                 self.built.reducer.scale(min(1.0, plan.train.clip_norm / (result.grad_norm_total + 1e-6)))
             result.lr = self.built.optimizer.step(plan, step, self.built.reducer.grads)
+            self.built.reducer.release()
 
         handlers = self._handlers | {
             "reduce": reduce,

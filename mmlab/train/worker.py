@@ -30,6 +30,7 @@ from mmlab.messages import (
     read_failures,
     write_failure,
 )
+from mmlab.parallel import shm
 from mmlab.parallel.abort import Connections
 from mmlab.parallel.mesh import Mesh, build_mesh, close_mesh
 from mmlab.parallel.watch import Watch
@@ -173,8 +174,12 @@ def _run(plan: Plan, paths: RunPaths, mesh: Mesh, watch: Watch, listener: Listen
     try:
         session.start(job.restore)
         mine = {"rank": job.rank, "role": mesh.place.label, "pid": os.getpid(), "host": socket.gethostname()}
-        ranks = session.channel.gather(mine)
-        session.emit("state", step=session.steering.step, state="running", reason="", ranks=ranks)
+        found = session.channel.gather([mine, mesh.transports])
+        transport = _say_transport(session, {text for _, texts in found for text in texts})
+        ranks = [rank for rank, _ in found]
+        session.emit(
+            "state", step=session.steering.step, state="running", reason="", ranks=ranks, transport=transport
+        )  # fmt: skip
         state = train(session)
         session.channel.gather(True)  # nobody says finished before everybody is
         session.refuse_rest()
@@ -182,6 +187,18 @@ def _run(plan: Plan, paths: RunPaths, mesh: Mesh, watch: Watch, listener: Listen
         return state
     finally:
         session.close()
+
+
+def _say_transport(session: Session, found: set[str]) -> str:
+    """What the ranks talk through, in one line; a warning where it is less than the plan could expect."""
+    line = "; ".join(sorted(found))
+    wanted = session.plan.cluster.collectives
+    short = [text for text in found if text != shm.BEST and (wanted == "shm" or "no room" in text or "shm_mb" in text)]
+    if short and wanted != "gloo":
+        session.emit("warning", step=session.steering.step, message=f"some ranks talk through {'; '.join(short)}")
+    if line and session.log is not None:
+        print(f"ranks talk through {line}", flush=True)
+    return line
 
 
 def _kind(error: BaseException) -> str:

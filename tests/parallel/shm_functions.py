@@ -211,7 +211,7 @@ def _leaf(rank, world):
 
 def big_messages(rank, world, host, port):
     """Both send 24 MB before either receives; the sends go on while the ranks wait for each other."""
-    join(rank, world, host, port, total_bytes=1 << 20)
+    join(rank, world, host, port, host_bytes=4 << 20)
     data = torch.arange(3_000_000, dtype=torch.int64) * (rank + 1)
     began = time.monotonic()
     send = dist.isend(data, 1 - rank)
@@ -320,7 +320,7 @@ def again(rank, world, host, port, times):
     found = []
     for turn in range(times):
         store = dist.TCPStore(host, port, is_master=False, timeout=timedelta(seconds=30))
-        shm.register()
+        shm.register(host_bytes=1 << 40)  # what the groups of earlier turns took counts in this store
         dist.init_process_group("shm", store=dist.PrefixStore(str(turn), store), rank=rank, world_size=world)
         group = dist.new_group(list(range(world)))
         dist.all_reduce(torch.ones(10), group=group)
@@ -335,12 +335,34 @@ def again(rank, world, host, port, times):
     return found
 
 
-def transports(rank, world, host, port, folders, total_bytes):
+def transports(rank, world, host, port, folders, host_bytes):
     """Where the group's file lies when folders are full or missing, and that it works all the same."""
-    join(rank, world, host, port, folders=folders, total_bytes=total_bytes)
+    join(rank, world, host, port, folders=folders, host_bytes=host_bytes)
     data, found = torch.ones(100_000), torch.empty(2)
     dist.all_reduce(data)
     send = dist.isend(torch.full((2,), float(rank)), 1 - rank)
     dist.recv(found, 1 - rank)
     send.wait()
     return dist.group.WORLD.transport, data.sum().item(), found.tolist()
+
+
+def sizes(rank, world, host, port, host_bytes):
+    """Bytes of the files of many groups, and what those say that got none."""
+    join(rank, world, host, port, host_bytes=host_bytes)
+    for _ in range(30):
+        dist.new_group(list(range(world)))
+    everyone = list(dist.distributed_c10d._world.pg_map)
+    return [g._segment.layout.size for g in everyone if isinstance(g, shm.ShmGroup)], shm.transports()
+
+
+def crowd(rank, world, host, port, groups):
+    """Many groups in use at once: (bytes in /dev/shm of each, what all say they use, sum of sums, bytes left)."""
+    join(rank, world, host, port)
+    made = [dist.new_group(list(range(world))) for _ in range(groups)]
+    data = [torch.ones(500_000) for _ in made]
+    for work in [dist.all_reduce(d, group=g, async_op=True) for d, g in zip(data, made, strict=True)]:
+        work.wait()
+    everyone = [g for g in dist.distributed_c10d._world.pg_map if isinstance(g, shm.ShmGroup)]
+    sizes = [g._segment.layout.size for g in everyone if g.transport == shm.BEST]
+    found = os.statvfs("/dev/shm")
+    return sizes, shm.transports(), sum(d.sum().item() for d in data), found.f_bavail * found.f_frsize

@@ -12,8 +12,8 @@ import pytest
 import shm_functions
 import torch.distributed as dist
 
+from mmlab.messages.shared_file import process_start
 from mmlab.parallel.shm import PeerLost, read_calls
-from mmlab.parallel.shm.layout import process_start
 from mmlab.train.worker import _kind
 
 

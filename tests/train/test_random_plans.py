@@ -28,7 +28,6 @@ SPACE = {
     "parallel.cp_scope": ("all", "all", "image"),
     "parallel.sp": (False, True),
     "parallel.sharding": ("none", "none", "zero1", "zero2", "zero3"),
-    "parallel.encoder_batch": (1, 1, 2),
     "sharding.vision": ("whole", "whole", "layer", "module"),
     "sharding.reduce": ("step", "microbatch"),
     "parallel.microbatches": (1, 2, 4),

@@ -3,12 +3,12 @@
 `register()`, then `dist.init_process_group("shm", ...)` and `dist.new_group(...)` as with any backend.
 """
 
-from mmlab.parallel.shm.group import GlooFallback, PeerLost, ShmGroup, abort_groups, register
-from mmlab.parallel.shm.layout import GroupCalls, RankCalls, read_calls
-from mmlab.parallel.shm.segment import DEFAULT_BYTES, refusal
+from mmlab.messages.shared_file import GroupCalls, RankCalls, read_calls
+from mmlab.parallel.shm.group import GlooFallback, PeerLost, ShmGroup, abort_groups, register, transports
+from mmlab.parallel.shm.segment import BEST, refusal
 
 __all__ = [
-    "DEFAULT_BYTES",
+    "BEST",
     "GlooFallback",
     "GroupCalls",
     "PeerLost",
@@ -18,4 +18,5 @@ __all__ = [
     "read_calls",
     "refusal",
     "register",
+    "transports",
 ]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import logging
+import tempfile
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
@@ -13,11 +13,10 @@ from torch import Tensor
 from torch._C._distributed_c10d import FakeProcessGroup
 
 from mmlab.parallel.shm.collectives import Collectives, op_name
-from mmlab.parallel.shm.progress import PeerLost, Progress, ShmWork, Steps
-from mmlab.parallel.shm.segment import DEFAULT_BYTES, Segment, meet
+from mmlab.parallel.shm.progress import Progress
+from mmlab.parallel.shm.segment import HOST_BYTES, Segment, meet
 from mmlab.parallel.shm.tensors import Outputs, as_bytes, flat, numbered, total_size
-
-log = logging.getLogger(__name__)
+from mmlab.parallel.shm.work import PeerLost, ShmWork, Steps
 
 
 def _live() -> list[ShmGroup]:
@@ -338,24 +337,30 @@ class ShmGroup(_Named):
     alltoall_base = all_to_all_single
 
 
-def register(total_bytes: int = DEFAULT_BYTES, folders: tuple[str, ...] | None = None) -> None:
+def register(host_bytes: int = HOST_BYTES, folders: tuple[str, ...] | None = None) -> None:
     """Make the backend "shm" known to torch.distributed; may be called again, also with other settings.
 
-    `total_bytes` bounds one group's file; `folders` are tried in turn (default /dev/shm, then the temporary folder).
-    Where none has room, or the ranks do not share a host, the group is made with gloo and a warning is logged.
+    `host_bytes` bounds the files of all groups of a host together; `folders` are tried in turn (default /dev/shm, then
+    the temporary folder). Where none has room, or the ranks do not share a host, the group is made with gloo; its
+    `transport` says so, and `transports` collects what all groups say.
     """
+    places = folders or ("/dev/shm", tempfile.gettempdir())
 
     def create(options: Any, _: Any) -> dist.ProcessGroup:
         store, rank = options.store, options.group_rank
         ranks = list(options.global_ranks_in_group) or list(range(options.group_size))
-        segment, transport = meet(store, rank, ranks, str(options.group_id), total_bytes, folders)
+        segment, transport = meet(store, rank, ranks, str(options.group_id), host_bytes, places)
         if segment is None:
-            if rank == 0:
-                log.warning("group %s uses %s", options.group_id, transport)
             return GlooFallback(store, rank, options.group_size, options.timeout, transport)
         return ShmGroup(store, rank, options.timeout, segment, transport)
 
     dist.Backend.register_backend("shm", create, extended_api=True, devices=["cpu"])
 
 
-__all__ = ["GlooFallback", "PeerLost", "ShmGroup", "abort_groups", "register"]
+def transports() -> list[str]:
+    """What the shared-memory groups of this process use and why, each answer once: BEST where all is well."""
+    groups = list(dist.distributed_c10d._world.pg_map)
+    return sorted({group.transport for group in groups if isinstance(group, ShmGroup | GlooFallback)})
+
+
+__all__ = ["GlooFallback", "PeerLost", "ShmGroup", "abort_groups", "register", "transports"]

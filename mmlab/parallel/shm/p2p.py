@@ -15,11 +15,11 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from mmlab.parallel.shm import layout as at
+from mmlab.messages import shared_file as at
 from mmlab.parallel.shm.segment import Segment, now
 
 if TYPE_CHECKING:
-    from mmlab.parallel.shm.progress import ShmWork
+    from mmlab.parallel.shm.work import ShmWork
 
 LINE = 64
 
@@ -109,9 +109,13 @@ class Mail:
 
     def _copy(self, ring: Tensor, position: int, data: Tensor, into_ring: bool) -> None:
         """Copy bytes to or from a place in a ring, around its end."""
-        start, done = position % self.ring, 0
-        while done < data.numel():
-            step = min(data.numel() - done, self.ring - start)
+        start, done, size = position % self.ring, 0, data.numel()
+        if start + size <= self.ring:
+            inside = ring[start : start + size]
+            (inside if into_ring else data).copy_(data if into_ring else inside)
+            return
+        while done < size:
+            step = min(size - done, self.ring - start)
             inside, outside = ring[start : start + step], data[done : done + step]
             (inside if into_ring else outside).copy_(outside if into_ring else inside)
             start, done = 0, done + step

@@ -13,132 +13,29 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Generator
+from collections.abc import Callable
 from datetime import timedelta
-from typing import Any
 
-import torch
-import torch.distributed as dist
-from torch import Tensor
-
-from mmlab.parallel.shm import layout as at
+from mmlab.messages import shared_file as at
 from mmlab.parallel.shm.p2p import Mail
 from mmlab.parallel.shm.segment import Segment, now
+from mmlab.parallel.shm.work import PeerLost, ShmWork, Steps
 
-Steps = Generator[tuple[int, int], None, None]
-"""A collective: yields (rank, flag) to wait until that rank's flag, or every rank's if rank is -1, reaches a value."""
-
-SPINS, YIELDS = 3, 6
-"""Looks at the flags before yielding the core, and before sleeping: about 5 and 100 microseconds. Ranks often share a
-core, and then every spin delays the peer that is waited for: 30 spins made a 4 KB all-reduce a third slower."""
-NAP, LONG_NAP, PATIENCE = 0.005, 0.05, 1.0
-"""Seconds of a sleep that nobody ends (a bell rung in the very moment of falling asleep is missed), and of one after
-PATIENCE seconds."""
+SPINS, YIELDS = 3, 150
+"""Looks at the flags before yielding the core, and before sleeping: about 5 and 400 microseconds. Ranks often share a
+core, and then every spin delays the peer that is waited for: 30 spins made a 4 KB all-reduce a third slower. A yield
+gives the core to whoever can use it; waking from a sleep takes 50 to 100 microseconds, so with 6 yields instead of 150
+half of all 4 KB calls took twice as long (2 ranks: 61 instead of 33 us; 4 ranks on 2 cores: 407 instead of 215)."""
+CROWD, CROWDED = 0.001, 1.0
+"""A yield that takes so many seconds has met somebody who computes: for so many seconds waiters sleep at once."""
+NAP = 0.05
+"""Seconds of a sleep that nobody ends. A bell rung in the very moment of falling asleep could be missed (never
+seen); naps of 5 ms took 5 percent of two cores with five waiting ranks."""
 LOOK = 0.2
 """Seconds between looks whether the peers still live."""
 GRACE, IDLE = 0.001, 0.5
 """The driving thread leaves a new call to a waiter for GRACE seconds and ends after IDLE seconds without any."""
-
-
 _OPS = {op: number for number, op in enumerate(at.OPS)}
-
-
-class PeerLost(dist.DistBackendError):
-    """A shared-memory call cannot finish: a peer ended, left, did not come in time, or the group was aborted."""
-
-
-class ShmWork(dist._Work):
-    """One call under way. `wait` drives it to its end; raises what went wrong."""
-
-    done = False
-    error: BaseException | None = None
-    needs: tuple[int, int] | None = None  # what the generator waits for
-    steps: Steps | None = None
-    call: tuple[str, int, int] | None = None  # of a collective: op, bytes, number
-    note: tuple[str, int, int, int] | None = None  # of a send or receive: op, peer, tag, bytes
-    source = -1
-    _future: torch.futures.Future | None = None
-
-    def __init__(self, progress: Progress, result: list[Tensor], finish: Callable[[], None] | None = None) -> None:
-        super().__init__()
-        self.progress, self.tensors, self.finish = progress, result, finish
-        self.deadline = 0.0
-
-    @property
-    def label(self) -> str:
-        """The call in words, for messages."""
-        if self.call is not None:
-            return f"{self.call[0]} #{self.call[2]}"
-        if self.note is not None:
-            return f"{self.note[0]} ({'to' if self.note[0] == 'send' else 'from'} {self.note[1]}, tag {self.note[2]})"
-        return "a call"
-
-    def complete(self, error: BaseException | None = None) -> None:
-        """Mark as done (by whoever drove it)."""
-        self.steps = None
-        if error is None and self.finish is not None:
-            try:
-                self.finish()
-            except Exception as failed:
-                error = failed
-        self.finish = None
-        self.error = error
-        self.done = True
-        if self._future is not None:
-            self._resolve(self._future)
-
-    def _resolve(self, future: torch.futures.Future) -> None:
-        if self.error is None:
-            future.set_result(self.tensors)
-        else:
-            future.set_exception(self.error)
-
-    def wait(self, timeout: timedelta | None = None) -> bool:
-        """Return when the call is complete; PeerLost when it cannot be."""
-        if not self.done:
-            self.progress.drive(self, timeout)
-        if self.error is not None:
-            raise self.error
-        return True
-
-    def synchronize(self) -> None:
-        """The same as `wait`."""
-        self.wait()
-
-    def is_completed(self) -> bool:
-        """Whether the call is complete; drives it as far as it goes without waiting."""
-        if not self.done:
-            self.progress.poll()
-        return self.done
-
-    def is_success(self) -> bool:
-        """Whether the call is complete and nothing went wrong."""
-        return self.done and self.error is None
-
-    def exception(self) -> Any:
-        """What went wrong, None if nothing did."""
-        return self.error
-
-    def _source_rank(self) -> int:
-        """The rank of the group that a received message came from."""
-        return self.source
-
-    source_rank = _source_rank
-
-    def result(self) -> list[Tensor]:
-        """The tensors that the call fills."""
-        return self.tensors
-
-    def get_future(self) -> torch.futures.Future:
-        """A future of `result()`."""
-        with self.progress.lock:
-            if self._future is None:
-                self._future = torch.futures.Future()
-                if self.done:
-                    self._resolve(self._future)
-                else:
-                    self.progress.hand_over()
-        return self._future
 
 
 class Progress:
@@ -152,7 +49,9 @@ class Progress:
         self.error: BaseException | None = None
         self._calls = 0
         self._waiters = 0
-        self._handed: float | None = None
+        self._handed = 0.0
+        self._wanted = threading.Event()
+        self._crowded = 0.0
         self._thread: threading.Thread | None = None
 
     def start(self, op: str, bytes_: int, work: ShmWork, steps: Callable[[int], Steps], background: bool) -> ShmWork:
@@ -252,69 +151,81 @@ class Progress:
         deadline = time.monotonic() + limit if limit > 0 else work.deadline
         self._waiters += 1
         try:
-            self._note(work, True)
             self._drive(work, deadline)
         finally:
             self._waiters -= 1
-            self._note(work, False)
+            if work.noted:
+                self._note(work, False)
 
     def _note(self, work: ShmWork, waiting: bool) -> None:
+        """Say for `read_calls` that this rank waits in a send or receive, or does no more."""
         if work.note is not None:
+            work.noted = waiting
             with self.lock:
                 if self.segment.mapped is not None:
                     self.mail.note(*work.note, waiting)
 
     def _drive(self, work: ShmWork, deadline: float) -> None:
-        looks, began, looked = 0, 0.0, 0.0
+        if self._spin(work):
+            return
+        self._note(work, True)
+        looked = time.monotonic()
         while not work.done:
-            looks += 1
-            if looks <= YIELDS:
-                if looks > SPINS:
-                    os.sched_yield()
-                self._step(work.steps is None)
-                continue
-            long = False
-            if looks == YIELDS + 1:
-                began = looked = time.monotonic()
-            else:  # a nap has gone by
-                clock = time.monotonic()
-                long = clock - began > PATIENCE
-                if clock - looked > LOOK or clock > deadline:
-                    looked = clock
-                    self._examine(work, clock > deadline)
-                if self._aborted_anywhere():
-                    self._step(True)
-                    with self.lock:
-                        self._fail(PeerLost(f"shm: the connection to the peers was aborted in {work.label}"))
-            self._nap(work, LONG_NAP if long else NAP)
+            clock = time.monotonic()
+            late = clock > deadline
+            if late or clock - looked > LOOK:
+                looked = clock
+                self._heed_abort()  # first: a peer that was freed leaves the group
+                self._examine(work, late)
+            elif self.aborted():
+                self._heed_abort()
+            self._nap(work)
+
+    def _spin(self, work: ShmWork) -> bool:
+        """Wait for a call without sleeping, for a moment; whether it is complete."""
+        mail = work.steps is None
+        clock = time.perf_counter()
+        looks = YIELDS if clock > self._crowded else SPINS
+        for look in range(looks):
+            if look >= SPINS:
+                os.sched_yield()
+            self._step(mail)
+            if work.done:
+                return True
+            before, clock = clock, time.perf_counter()
+            if clock - before > CROWD:
+                self._crowded = clock + CROWDED
+                return False
+        return False
 
     def _step(self, mail: bool) -> None:
         with self.lock:
             if self.error is None:
-                self.advance()
+                if self.queue:
+                    self.advance()
                 if mail and self.error is None:
                     self.mail.pump()
 
-    def _nap(self, work: ShmWork, seconds: float) -> None:
-        """Sleep until a peer rings."""
+    def _nap(self, work: ShmWork | None = None) -> None:
+        """Sleep until a peer rings, if the call (any call) cannot go on without."""
         segment = self.segment
         with self.lock:
-            if work.done:
-                return
             if segment.mapped is None:
-                self._fail(PeerLost("shm: the connection to the peers of this group is closed"))
+                if work is not None and not work.done:
+                    self._fail(PeerLost("shm: the connection to the peers of this group is closed"))
                 return
             words, me = segment.words, segment.me
-            words[me + at.ASLEEP] = 1
+            words[me + at.ASLEEP] += 1  # several threads may sleep
             door = words[me + at.DOOR]
             self._step(True)  # what came before the others could see that this rank sleeps
+            ready = self.error is not None or (work.done if work is not None else not self._busy())
         try:
-            if not work.done:
-                segment.sleep(door, seconds)
+            if not ready:
+                segment.sleep(door, NAP)
         finally:
             with self.lock:
                 if segment.mapped is not None:
-                    words[me + at.ASLEEP] = 0
+                    words[me + at.ASLEEP] -= 1
 
     def aborted(self) -> bool:
         """Whether somebody raised the abort flag of this group."""
@@ -350,25 +261,35 @@ class Progress:
     def hand_over(self) -> None:
         """Have the thread drive what is under way. Under the lock."""
         self._handed = time.monotonic()
+        self._wanted.set()
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="mmlab-shm", daemon=True)
             self._thread.start()
 
+    def _busy(self) -> bool:
+        return bool(self.queue) or self.mail.busy()
+
     def _run(self) -> None:
+        """Drive what nobody waits for. The bell that wakes a waiter wakes this thread too."""
         looked = time.monotonic()
+        time.sleep(GRACE)
         while True:
-            time.sleep(GRACE if not self._waiters else 5 * GRACE)
             with self.lock:
-                if self.error is not None or self.segment.mapped is None:
+                ended = self.error is not None or self.segment.mapped is None
+                busy = not ended and self._busy()
+                idle = not busy and time.monotonic() - self._handed > IDLE
+                if ended or idle:
                     self._thread = None
                     return
-                busy = bool(self.queue) or self.mail.busy()
-                if not busy and time.monotonic() - (self._handed or 0.0) > IDLE:
-                    self._thread = None
-                    return
-                if busy and not self._waiters:
-                    self._step(True)
-            if busy and self.error is None and time.monotonic() - looked > LOOK:
+            if not busy:
+                self._wanted.wait(IDLE)
+                self._wanted.clear()
+                time.sleep(GRACE)
+            elif self._waiters:
+                time.sleep(5 * GRACE)
+            else:
+                self._nap()
+            if busy and time.monotonic() - looked > LOOK:
                 looked = time.monotonic()
                 self._watch()
 
@@ -376,14 +297,20 @@ class Progress:
         """For calls that nobody waits for by `wait` (futures): see that they end when they cannot finish."""
         with self.lock:
             works = [*list(self.queue)[:1], *self.mail.works()]
-        if self._aborted_anywhere():
-            with self.lock:
-                self._fail(PeerLost("shm: the connection to the peers was aborted"))
+        self._heed_abort()
         for work in works:
             self._examine(work, time.monotonic() > work.deadline)
 
-    def _aborted_anywhere(self) -> bool:
-        return self.aborted() or any(other.aborted() for other in self.siblings())
+    def _heed_abort(self) -> None:
+        """Fail what is under way if this group, or another one of this process, was aborted."""
+        if not (self.aborted() or any(other.aborted() for other in self.siblings())):
+            return
+        with self.lock:
+            if self.error is None and self.segment.mapped is not None:
+                self._step(True)
+                labels = {work.label for work in [*list(self.queue)[:1], *self.mail.works()]}
+                where = f" in {', '.join(sorted(labels))}" if labels else ""
+                self._fail(PeerLost(f"shm: the connection to the peers was aborted{where}"))
 
     def close(self) -> None:
         """Leave the group; what is still under way fails."""

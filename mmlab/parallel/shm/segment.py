@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import json
 import mmap
 import os
 import platform
 import secrets
+import socket
 import sys
-import tempfile
 import time
 from typing import Any
 
@@ -18,11 +17,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mmlab.parallel.shm import layout as at
-from mmlab.parallel.shm.layout import Layout
+from mmlab.messages import shared_file as at
+from mmlab.messages.shared_file import Layout
 
-DEFAULT_BYTES = 8 << 20
-"""Bytes of one group's file: slots of 1 MiB for two ranks, 512 KiB for four."""
+GROUP_BYTES = 8 << 20
+"""Most bytes of one group's file: slots of 1 MiB for two ranks, 512 KiB for four. Twice as much made 4 MB calls no
+faster; with half, 4 ranks took 1.4 times as long."""
+HOST_BYTES = 256_000_000
+"""Bytes that the files of all groups of a host take together, unless the plan says otherwise."""
+BEST = "shared memory in /dev/shm"
+"""What a group's `transport` says where all is well."""
 _FUTEX = 202  # number of the system call on x86-64
 _FUTEX_WAIT, _FUTEX_WAKE = 0, 1
 
@@ -51,14 +55,19 @@ def _take(folder: str, size: int) -> int:
     return descriptor
 
 
-def create(size: int, folders: tuple[str, ...]) -> tuple[int, str, str]:
-    """Take the file in the first folder that has room: (descriptor, folder, why not in the folders before)."""
+def create(ranks: int, size: int, folders: tuple[str, ...]) -> tuple[int, Layout, str, str]:
+    """Take a group's file in the first folder that has room: (descriptor, layout, folder, why not in those before).
+
+    About `size` bytes, less where a quarter of what the folder has free is less. OSError when none has room.
+    """
     reasons: list[str] = []
     for folder in folders:
         try:
-            return _take(folder, size), folder, "; ".join(reasons)
+            found = os.statvfs(folder)
+            layout = Layout.within(ranks, min(size, found.f_bavail * found.f_frsize // 4))
+            return _take(folder, layout.size), layout, folder, "; ".join(reasons)
         except OSError as error:
-            reasons.append(f"{folder} has no room for {size >> 10} KiB ({error.strerror})")
+            reasons.append(f"{folder} has no room ({error.strerror})")
     raise OSError("; ".join(reasons))
 
 
@@ -169,9 +178,21 @@ def _join(descriptor: int, offer: dict[str, Any], rank: int) -> Segment:
     return segment
 
 
-def _offer(name: str, ranks: list[int], folders: tuple[str, ...], total: int) -> tuple[int, dict[str, Any]]:
-    layout = Layout.within(len(ranks), total)
-    descriptor, folder, reason = create(layout.size, folders)
+def _offer(
+    store: dist.Store, name: str, ranks: list[int], folders: tuple[str, ...], host_bytes: int
+) -> tuple[int, dict[str, Any]]:
+    """Make a group's file of a quarter of what the groups of this host may still have, at most GROUP_BYTES.
+
+    What they took is counted in the rendezvous store, which all ranks of the run see. OSError when too little is left.
+    """
+    while isinstance(store, dist.PrefixStore):
+        store = store.underlying_store
+    counter = f"mmlab-shm/{socket.gethostname()}"
+    left = host_bytes - store.add(counter, 0)
+    if Layout.within(len(ranks), 0).size > left:
+        raise OSError(f"cluster.shm_mb leaves {max(0, left) / 1e6:.1f} MB for a group of {len(ranks)} ranks")
+    descriptor, layout, folder, reason = create(len(ranks), min(GROUP_BYTES, left // 4), folders)
+    store.add(counter, layout.size)
     token = secrets.randbits(62)
     segment = Segment(descriptor, layout, 0)
     _write_header(segment, token, name, ranks)
@@ -182,24 +203,21 @@ def _offer(name: str, ranks: list[int], folders: tuple[str, ...], total: int) ->
 
 
 def meet(
-    store: dist.Store, rank: int, ranks: list[int], name: str, total: int = DEFAULT_BYTES,
-    folders: tuple[str, ...] | None = None,
+    store: dist.Store, rank: int, ranks: list[int], name: str, host_bytes: int, folders: tuple[str, ...]
 ) -> tuple[Segment | None, str]:  # fmt: skip
     """Make the group's file on its first rank and map it on all: (segment, where it lies and why).
 
     Every rank gets the same answer: (None, reason) on all if one of them cannot have it. `ranks` are world ranks.
     """
-    folders = folders or ("/dev/shm", tempfile.gettempdir())
     descriptor, segment, problem = -1, None, refusal()
     offer: dict[str, Any] = {}
     try:
         if rank == 0:
             if not problem:
-                with contextlib.suppress(ValueError):
-                    try:
-                        descriptor, offer = _offer(name, ranks, folders, total)
-                    except OSError as error:
-                        problem = str(error)
+                try:
+                    descriptor, offer = _offer(store, name, ranks, folders, host_bytes)
+                except OSError as error:
+                    problem = str(error)
             store.set("offer", json.dumps(offer | {"problem": problem}))
         else:
             offer = json.loads(store.get("offer"))

@@ -6,7 +6,7 @@ To add a rule, write a function that takes a plan and yields problems, and put i
 from __future__ import annotations
 
 from mmlab.plan.problems import Problem
-from mmlab.plan.rules import availability, encoder, general, layout, lora, model, pipeline, sequence, sharding
+from mmlab.plan.rules import availability, cluster, encoder, general, layout, lora, model, pipeline, sequence, sharding
 from mmlab.plan.rules.common import Rule, check_platform
 from mmlab.plan.rules.engines import engine_count
 from mmlab.plan.schema import Plan
@@ -38,6 +38,7 @@ RULES: tuple[Rule, ...] = (
     sequence.image_scope,
     general.something_trains,
     general.lanes,
+    cluster.shared_memory,
     lora.lora_targets,
     lora.lora_rank,
     lora.lora_frozen,
