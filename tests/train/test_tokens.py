@@ -2,10 +2,12 @@
 
 from collections import Counter
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from mmlab.data.manifest import ManifestSample, Split, StepManifest
+from mmlab.data.pipeline import DataSource
 from mmlab.plan import Layout, Plan
 from mmlab.train.tokens import Route
 
@@ -98,3 +100,29 @@ def test_a_rank_that_encodes_and_stages_keeps_its_own_rows(route):
             assert [rank for rank, _ in route.returners(owner) if rank in group] == [mine]
             if p.transfer == "all_gather":
                 assert [rank for rank, _ in route.receivers(owner) if rank in group] == [mine]
+
+
+ONE_STAGE = ("parallel.vision_dp=0", "parallel.pp=1")
+BYTES = [  # rows of image tokens that travel, in multiples of the images' own
+    (("parallel.vision=first_stage", "parallel.dp=2", *ONE_STAGE), 0),
+    (("parallel.vision=first_stage", "parallel.tp=2", *ONE_STAGE), 1),  # each row to one other rank, no gradient
+    (("parallel.vision_dp=2", "parallel.tp=2", "parallel.pp=1"), 3),  # to two ranks, gradient from one
+    (("parallel.vision_dp=2", "parallel.tp=2", "parallel.pp=1", "parallel.transfer=all_gather"), 3),  # half a row twice
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("changes", "times"), BYTES)
+def test_what_a_rank_encodes_for_itself_does_not_travel(pool, shards, changes, times):
+    plan = Plan.load("laptop").with_({"data.path": str(shards), "data.held_out": ""}, *changes)
+    pool.grow(plan.world_size)
+    source = DataSource(plan)
+    cursors = source.start()
+    for step, result in enumerate(
+        pool.run("train_functions:step_results", plan.dumps(), 2, ranks=plan.world_size)[0], start=1
+    ):
+        manifest, cursors = source.manifest(step, cursors)
+        row = plan.model.language.hidden * 4
+        wanted = times * manifest.tiles * plan.model.vision.tokens_per_tile * row
+        assert sum(result["traffic"].get("tokens", [])) == wanted
+    source.close()
