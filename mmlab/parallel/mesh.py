@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import datetime
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -46,6 +46,8 @@ class Mesh:
     backward: Link
     traffic: Traffic
     shards: Mapping[str, ShardGroup] = field(default_factory=dict)
+    closing: list[Callable[[], None]] = field(default_factory=list)
+    """What is to be ended before the groups are, the last one first."""
 
     @property
     def transports(self) -> list[str]:
@@ -135,7 +137,9 @@ def build_mesh(plan: Plan, layout: Layout, rank: int, store: dist.Store | None, 
 
 
 def close_mesh(mesh: Mesh) -> None:
-    """End the groups of this rank."""
+    """End the groups of this rank, and before them what works with them."""
+    while mesh.closing:
+        mesh.closing.pop()()
     for link in (mesh.forward, mesh.backward):
         link.drop()
     if dist.is_initialized():
