@@ -174,7 +174,7 @@ class Sharded:
     Args:
         module: whose parameters are to be sharded; its `forward` must contain every use of those in no unit.
         chains: submodules that are gathered one by one, in the order in which they run (a chain for each model chunk):
-            # The loss is a sum over the global count (decision 7): gradients are summed. Without this FSDP2 asks for a
+            while one computes, the next is on its way. What is left of `module` is one more, gathered while it runs.
         shards: the ranks.
         keep: keep what is gathered until the last backward of a step (zero2) rather than gather it anew (zero3).
         each: sum gradients after every backward rather than once a step.
