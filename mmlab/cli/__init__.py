@@ -10,7 +10,7 @@ from typing import NoReturn
 
 import typer
 
-from mmlab.cli import labs, plans, runs, training
+from mmlab.cli import deepspeed, labs, plans, runs, training
 from mmlab.errors import MmlabError
 
 INTERRUPTED = 130
@@ -26,7 +26,7 @@ def build_app() -> typer.Typer:
         pretty_exceptions_enable=False,
         context_settings={"help_option_names": ["-h", "--help"]},
     )
-    for register in (training.register, plans.register, runs.register, labs.register):
+    for register in (training.register, plans.register, deepspeed.register, runs.register, labs.register):
         register(app)
     return app
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import datetime
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -48,6 +48,8 @@ class Mesh:
     shards: Mapping[str, ShardGroup] = field(default_factory=dict)
     token_links: tuple[Link, Link] | None = None
     """Links of image tokens and of their gradients, where they cannot share those of the pipeline."""
+    closing: list[Callable[[], None]] = field(default_factory=list)
+    """What is to be ended before the groups are, the last one first."""
 
     @property
     def tokens(self) -> Link:
@@ -169,7 +171,9 @@ def _token_links(layout: Layout, rank: int, device: torch.device, traffic: Traff
 
 
 def close_mesh(mesh: Mesh) -> None:
-    """End the groups of this rank."""
+    """End the groups of this rank, and before them what works with them."""
+    while mesh.closing:
+        mesh.closing.pop()()
     for link in mesh.links:
         link.drop()
     if dist.is_initialized():

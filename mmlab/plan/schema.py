@@ -137,7 +137,10 @@ class OffloadConfig(Section):
     """What leaves device memory between uses."""
 
     mode: Literal["none", "optimizer", "parameters", "nvme"] = "none"
-    """Nothing, the optimizer state, optimizer and parameters, or both to NVMe."""
+    """Nothing, the optimizer state, optimizer and parameters, or both to NVMe; of the language model alone (the encoder
+    and the projector stay on the device). With engine = "deepspeed"."""
+    nvme_path: str = ""
+    """Folder on the NVMe disk, for mode = "nvme"; each rank has files of its own in it."""
 
 
 class GroupCommunication(Section):

@@ -17,6 +17,7 @@ from mmlab.parallel.sharding import Sharded
 from mmlab.plan.layout import Layout, Place
 from mmlab.plan.schedule import Op, build_schedule
 from mmlab.plan.schema import Plan
+from mmlab.train.deepspeed_build import ZeroModel
 from mmlab.train.optim import Optimizer
 from mmlab.train.precision import master_dtype
 
@@ -46,6 +47,9 @@ class Built:
     sharded: dict[str, Sharded]
     weights: WeightQueue | None
     """Puts off weight gradients, where the schedule splits backward."""
+    zero: ZeroModel | None = None
+    """With engine = "deepspeed": the modules that it holds. The other fields are then about the rest alone, but `part`
+    is the whole model."""
 
 
 def is_tied_copy(plan: Plan, place: Place, name: str) -> bool:
@@ -95,6 +99,8 @@ def _bucket_bytes(plan: Plan) -> dict[str, float]:
 
 def build(plan: Plan, mesh: Mesh) -> Built:
     """Make this rank's part; the order of what is applied is the order of these lines."""
+    if plan.parallel.engine == "deepspeed":
+        return _build_deepspeed(plan, mesh)
     part = build_part(plan, part_of(plan, mesh.layout, mesh.place), mesh.tp, master_dtype(plan), mesh.device)
     init_from(part, plan)
     weights = _deferred(plan, part)
@@ -103,3 +109,14 @@ def build(plan: Plan, mesh: Mesh) -> Built:
     reducer = Reducer(trained, mesh.reductions, _bucket_bytes(plan), mesh.tp.group, mesh.traffic)
     optimizer = Optimizer(plan, trained, mesh.shards)
     return Built(part, trained, reducer, optimizer, build_schedule(plan).ops[mesh.place.rank], sharded, weights)
+
+
+def _build_deepspeed(plan: Plan, mesh: Mesh) -> Built:
+    """The same under DeepSpeed, which holds some modules or all; what it does not hold is mmlab's own."""
+    zero = ZeroModel(plan, mesh)
+    held = {*zero.engine.params, *zero.engine.frozen}
+    trained = [t for t in _trained(plan, mesh, zero.part, ()) if t.name not in held]
+    reducer = Reducer(trained, mesh.reductions, _bucket_bytes(plan), mesh.tp.group, mesh.traffic)
+    kinds = ("forward", "backward", "reduce", "norm", "update")  # encoding is part of the one forward
+    ops = [op for op in build_schedule(plan).ops[mesh.place.rank] if op.kind in kinds]
+    return Built(zero.part, trained, reducer, Optimizer(plan, trained), ops, {}, None, zero)

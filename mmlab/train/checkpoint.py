@@ -38,8 +38,9 @@ def state_dict(plan: Plan, mesh: Mesh, built: Built, saving: bool) -> dict[str, 
 
     The last stage's copy of a tied embedding is loaded but not saved: the first stage's is the one that counts.
     """
-    state: dict[str, Tensor] = {}
-    for name, param in built.part.named_parameters():
+    state: dict[str, Tensor] = built.zero.state_dict() if built.zero is not None else {}
+    whole = built.part.named_parameters() if built.zero is None else built.zero.outside
+    for name, param in whole:
         if not (saving and is_tied_copy(plan, mesh.place, name)):
             state[f"model.{name}"] = param.detach()
     for t in built.trained:
@@ -236,6 +237,8 @@ def load(plan: Plan, mesh: Mesh, built: Built, folder: Path) -> dict[str, Any]:
     for key in state.keys() - wanted.keys():
         if not (key.startswith("model.") and key.endswith(LORA_A)):
             state[key].zero_()
+    if built.zero is not None:
+        built.zero.take(state)
     return manifest
 
 

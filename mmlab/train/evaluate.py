@@ -19,8 +19,7 @@ from mmlab.parallel.mesh import Mesh
 from mmlab.plan.ops import Op
 from mmlab.plan.schema import Plan
 from mmlab.train.control import Channel
-from mmlab.train.stage import StageRunner
-from mmlab.train.step import HybridStep, StepInput
+from mmlab.train.step import HybridStep, Stage, StepInput
 
 LONGEST_ANSWER = 32
 """Most tokens that an evaluation writes for one picture."""
@@ -145,7 +144,7 @@ class Evaluator:
         """Tokens that are written for each picture."""
         return min(LONGEST_ANSWER, 2 + max(sample.targets for sample in manifest.samples))
 
-    def _write_on(self, stage: StageRunner, manifest: StepManifest) -> list[list[int]]:
+    def _write_on(self, stage: Stage, manifest: StepManifest) -> list[list[int]]:
         """One token for every sequence at a time; each time the whole sequences pass the pipeline (no cache)."""
         assert self.source is not None
         prompts = [self.source.prompt(sample).input_ids.tolist() for sample in manifest.samples]
@@ -162,7 +161,7 @@ class Evaluator:
                 answer.append(token)
         return written
 
-    def _next_ids(self, stage: StageRunner, text: PackedText, logits: Tensor | None, number: int) -> list[int]:
+    def _next_ids(self, stage: Stage, text: PackedText, logits: Tensor | None, number: int) -> list[int]:
         """The next token of each sequence: known to the last stage, sent to the first; stages between need lengths."""
         assert self.source is not None
         count = len(text.seqlens)

@@ -22,9 +22,10 @@ from mmlab.train.build import Built
 from mmlab.train.control import Boundary, Channel, Listener
 from mmlab.train.evaluate import Evaluator
 from mmlab.train.feed import Feed
-from mmlab.train.step import HybridStep, Ride, StepResult
+from mmlab.train.runner import make_runner
+from mmlab.train.step import Ride, StepResult
 
-SLOW_FP16 = "fp16 on a CPU: a matrix product takes about 200 times as long as in fp32 (bf16: 3 times)"
+SLOW_FP16 = "fp16 on a CPU: a matrix product takes 4 to 200 times as long as in fp32 (two machines measured)"
 LONGEST_NAME = 200
 """Bytes of a checkpoint's name: file systems admit 255, and a save under way has a longer one."""
 
@@ -59,7 +60,7 @@ class Session:
         self.boundary = Boundary(self.channel, listener, self.emit)
         self.source = DataSource(plan)
         self.feed = Feed(plan, mesh, self.source)
-        self.runner = HybridStep(plan, mesh, built, watch)
+        self.runner = make_runner(plan, mesh, built, watch)
         self.evaluator = Evaluator(self.runner, plan, mesh)
         self.steering = Steering()
         self.commands_wait = True

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -14,7 +15,7 @@ from mmlab.data.manifest import StepManifest
 from mmlab.data.packed import PackedText
 from mmlab.errors import RunFailed
 from mmlab.messages import AXES, PHASES
-from mmlab.parallel.gradients import reduce_tied
+from mmlab.parallel.gradients import local_tensor, reduce_tied
 from mmlab.parallel.mesh import Mesh
 from mmlab.parallel.pipeline import Handler, forward_ops, run_ops
 from mmlab.parallel.watch import Watch
@@ -87,26 +88,85 @@ class Ride:
     next_size: int = 0
 
 
+class Inspected(Protocol):
+    """Whose tensors a test of correctness looks at, between reduction and clipping."""
+
+    def gradients(self) -> dict[str, Tensor]:
+        """This rank's part of the reduced gradients, by global name."""
+
+    def weights(self) -> dict[str, Tensor]:
+        """This rank's part of the weights, by global name."""
+
+
+class Stage(Protocol):
+    """What runs decoder ops on a rank, as steps and evaluations see it."""
+
+    plan: Plan
+    replica: int
+    first: bool
+    loss_sum: Tensor
+    loss_scale: float
+
+    def begin(self, manifest: StepManifest, texts: Mapping[int, PackedText], total_targets: int) -> None:
+        """Take a step's text."""
+
+    def recv_tokens(self, op: Op) -> None:
+        """Have image tokens of a microbatch."""
+
+    def write_forward(self, text: PackedText) -> Tensor | None:
+        """Logits [B, V] at the end of each sequence, where the last stage is; None elsewhere."""
+
+    def accompany(self) -> None:
+        """Take part in another replica's `write_forward`, where parameters are shared out."""
+
+
+class Encoder(Protocol):
+    """What encodes images on a rank, as steps and evaluations see it."""
+
+    owner: int
+
+    def begin(
+        self, manifest: StepManifest, pixels: Mapping[int, Tensor], coming: Sequence[tuple[StepManifest, Pixels]] = ()
+    ) -> None:
+        """Take a step's images, and the steps that may be encoded ahead."""
+
+    def encode(self, op: Op) -> None:
+        """Encode images of a microbatch."""
+
+    def send_tokens(self, op: Op) -> None:
+        """Send their tokens where they are needed."""
+
+    def close(self) -> None:
+        """End what works in the background."""
+
+
 class HybridStep:
     """Runs steps of one rank: pipeline, exchange, reductions, clipping, update."""
 
     def __init__(self, plan: Plan, mesh: Mesh, built: Built, watch: Watch) -> None:
         self.plan, self.mesh, self.built, self.watch = plan, mesh, built, watch
         self.scale = LossScale(plan)
-        encodes = mesh.place.vision >= 0
-        self.encoder = EncoderRunner(plan, mesh, built.part, watch.background) if encodes else None
         self._groups = {axis: mesh.layout.groups(axis) for axis in AXES}
-        self.stage = StageRunner(plan, mesh, built.part, built.weights) if mesh.place.role == "language" else None
+        self.encoder: Encoder | None = None
+        self.stage: Stage | None = None
         self._handlers: dict[str, Handler] = {}
-        for runner in (self.encoder, self.stage):
-            if runner is not None:
-                self._handlers |= runner.handlers()
         self._closing = closing_ops(mesh.layout, mesh.place, built.ops, built.trained)
+        self._make_runners()
+
+    def _make_runners(self) -> None:
+        """Make what runs this rank's ops, and their handlers."""
+        place, part = self.mesh.place, self.built.part
+        if place.vision >= 0:
+            self.encoder = encoder = EncoderRunner(self.plan, self.mesh, part, self.watch.background)
+            self._handlers |= encoder.handlers()
+        if place.role == "language":
+            self.stage = stage = StageRunner(self.plan, self.mesh, part, self.built.weights)
+            self._handlers |= stage.handlers()
+            if self.built.weights is not None:
+                self._handlers["backward_weight"] = lambda op: self._backward_weight(stage, op)
         for kind in ("backward", "encode_backward"):
             if kind in self._handlers:
                 self._handlers[kind] = self._arming(kind, self._handlers[kind])
-        if built.weights is not None:
-            self._handlers["backward_weight"] = self._backward_weight
 
     def _arming(self, kind: str, handler: Handler) -> Handler:
         """A handler of backward that says first which gradients the op completes."""
@@ -123,9 +183,8 @@ class HybridStep:
 
         return handle
 
-    def _backward_weight(self, op: Op) -> None:
+    def _backward_weight(self, stage: StageRunner, op: Op) -> None:
         """The weight half of backward; gradients that it completes go to the reducer one by one."""
-        assert self.stage is not None
         assert self.built.weights is not None
         reducer = self.built.reducer
         closing = {id(t.param): t for t in self._closing.get(op, ())}
@@ -138,7 +197,7 @@ class HybridStep:
             if id(weight) in closing:
                 reducer.complete(closing[id(weight)])
 
-        self.stage.backward_weight(op, done)
+        stage.backward_weight(op, done)
 
     def _begin(self, batch: StepInput) -> None:
         if self.encoder is not None:
@@ -153,7 +212,7 @@ class HybridStep:
             link.flush()
 
     def train(
-        self, plan: Plan, step: int, batch: StepInput, ride: Ride, inspect: Callable[[Built], None] | None = None
+        self, plan: Plan, step: int, batch: StepInput, ride: Ride, inspect: Callable[[Inspected], None] | None = None
     ) -> StepResult:
         """Forward, backward, reduction, clipping and update of one step.
 
@@ -164,16 +223,12 @@ class HybridStep:
         self._begin(batch)
         state: dict[str, StepResult] = {}
 
-        def reduce(_: Op) -> None:
-            self.end_sharded()
-            self.built.reducer.finish()
-
         def norm(_: Op) -> None:
             self.flush()
             self.end_sharded()  # also where nothing trains and so nothing was reduced
             self.built.reducer.scale(1.0 / self.scale.value)
             if inspect is not None:
-                inspect(self.built)
+                inspect(self)
             state["result"] = self._norm(plan, batch, ride)
 
         def update(_: Op) -> None:
@@ -181,19 +236,41 @@ class HybridStep:
             if result.overflow:
                 result.lr = learning_rates(plan, step)
                 return
-            if plan.train.clip_norm:  # torch.nn.utils.clip_grad_norm_'s formula
-                self.built.reducer.scale(min(1.0, plan.train.clip_norm / (result.grad_norm_total + 1e-6)))
-            result.lr = self.built.optimizer.step(plan, step, self.built.reducer.grads)
-            self.built.reducer.release()
+            norm, limit = result.grad_norm_total, plan.train.clip_norm
+            factor = min(1.0, limit / (norm + 1e-6)) if limit else 1.0  # torch.nn.utils.clip_grad_norm_'s formula
+            result.lr = self._update(plan, step, factor)
 
         handlers = self._handlers | {
-            "reduce": reduce,
+            "reduce": lambda _: self._reduce(),
             "reduce_embedding": lambda _: self._reduce_embedding(),
             "norm": norm,
             "update": update,
         }
         run_ops(self.built.ops, handlers, self.watch)
         return state["result"]
+
+    def gradients(self) -> dict[str, Tensor]:
+        """This rank's part of the reduced gradients, by global name."""
+        return self.built.reducer.grads
+
+    def weights(self) -> dict[str, Tensor]:
+        """This rank's part of the weights, by global name."""
+        return {name: local_tensor(param) for name, param in self.built.part.named_parameters()}
+
+    def _reduce(self) -> None:
+        self.end_sharded()
+        self.built.reducer.finish()
+
+    def _squares(self) -> Tensor:
+        """This rank's share of the squared gradient norm of each module, float64 [len(MODULES)]."""
+        return self.built.reducer.squared_norms(MODULES)
+
+    def _update(self, plan: Plan, step: int, factor: float) -> dict[str, float]:
+        """Multiply the gradients (clipping) and apply them; returns the learning rates."""
+        self.built.reducer.scale(factor)
+        rates = self.built.optimizer.step(plan, step, self.built.reducer.grads)
+        self.built.reducer.release()
+        return rates
 
     def forward(self, batch: StepInput, microbatches: int) -> float:
         """The forward half alone, without gradients; returns this rank's sum of losses (0 except on last stages)."""
@@ -226,7 +303,7 @@ class HybridStep:
         with self.watch.timed("data"):
             for position in ride.next_bad():
                 bad[position] = 1.0
-        norms = self.built.reducer.squared_norms(MODULES)
+        norms = self._squares()
         loss = self.stage.loss_sum.view(1) if self.stage and self.mesh.place.tp == 0 else torch.zeros(1).double()
         flag = torch.tensor([float(ride.commands())], dtype=torch.float64)
         columns = len(PHASES) + len(AXES) + 2 * len(MODULES)

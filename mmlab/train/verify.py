@@ -19,15 +19,15 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from mmlab.data.pipeline import DataSource
-from mmlab.parallel.gradients import local_tensor
 from mmlab.parallel.mesh import build_mesh, close_mesh
 from mmlab.parallel.watch import Watch
 from mmlab.plan import Plan
 from mmlab.train.balance import settle
-from mmlab.train.build import Built, build
+from mmlab.train.build import build
 from mmlab.train.feed import Feed
 from mmlab.train.plain import StepRecord, run_plain
-from mmlab.train.step import HybridStep, Ride
+from mmlab.train.runner import make_runner
+from mmlab.train.step import Inspected, Ride
 
 TINY = 1e-8
 """A tensor under this share of the global norm is compared with the global norm: its true value may be zero."""
@@ -59,11 +59,11 @@ def run_ranks(rank: int, world: int, host: str, port: int, plan_text: str, steps
     plan, _ = settle(plan, mesh)
     built = build(plan, mesh)
     feed = Feed(plan, mesh, DataSource(plan))
-    runner = HybridStep(plan, mesh, built, Watch(telemetry=False))
+    runner = make_runner(plan, mesh, built, Watch(telemetry=False))
     shards = Shards(cuts={name: _cut(param) for name, param in built.part.named_parameters()})
 
-    def inspect(live: Built) -> None:
-        shards.grads.append({name: grad.clone() for name, grad in live.reducer.grads.items()})
+    def inspect(live: Inspected) -> None:
+        shards.grads.append({name: grad.clone() for name, grad in live.gradients().items()})
 
     try:
         feed.reset(feed.cursors, 0)
@@ -74,7 +74,7 @@ def run_ranks(rank: int, world: int, host: str, port: int, plan_text: str, steps
                 shards.grads.pop()  # fp16: the same batch with a smaller loss scale
             feed.agree(result.next_bad)
             shards.losses.append(result.loss)
-            shards.params.append({n: local_tensor(p).clone() for n, p in built.part.named_parameters()})
+            shards.params.append({name: value.clone() for name, value in runner.weights().items()})
         torch.save(vars(shards), Path(folder) / f"rank-{rank}.pt")
     finally:
         runner.close()

@@ -128,7 +128,6 @@ def run_worker(job: Job, fault: Fault | None = None) -> str:
         watch = _watch(plan, paths, job, fault)
         set_threads(plan, plan.layout(), job.rank)
         mesh = build_mesh(plan, plan.layout(), job.rank, _join(job), pick_device(plan, plan.layout(), job.rank))
-        connections.mark()
         state = _run(plan, paths, mesh, watch, listener, job)
     except BaseException as error:
         _fail(job, paths, watch, connections, error)
@@ -170,7 +169,9 @@ def _run(plan: Plan, paths: RunPaths, mesh: Mesh, watch: Watch, listener: Listen
         early = EventLog(paths.events, _lineage(paths))
         early.emit("balance", **measured)
         early.close()
-    session = Session(plan, paths, mesh, build(plan, mesh), watch, listener)
+    built = build(plan, mesh)  # DeepSpeed makes groups of its own
+    listener.connections.mark()
+    session = Session(plan, paths, mesh, built, watch, listener)
     try:
         session.start(job.restore)
         mine = {"rank": job.rank, "role": mesh.place.label, "pid": os.getpid(), "host": socket.gethostname()}

@@ -6,7 +6,19 @@ To add a rule, write a function that takes a plan and yields problems, and put i
 from __future__ import annotations
 
 from mmlab.plan.problems import Problem
-from mmlab.plan.rules import availability, cluster, encoder, general, layout, lora, model, pipeline, sequence, sharding
+from mmlab.plan.rules import (
+    availability,
+    cluster,
+    deepspeed,
+    encoder,
+    general,
+    layout,
+    lora,
+    model,
+    pipeline,
+    sequence,
+    sharding,
+)
 from mmlab.plan.rules.common import Rule, check_platform
 from mmlab.plan.rules.engines import engine_count
 from mmlab.plan.schema import Plan
@@ -44,6 +56,10 @@ RULES: tuple[Rule, ...] = (
     lora.lora_frozen,
     sharding.something_is_shared,
     sharding.several_holders,
+    deepspeed.layout,
+    deepspeed.sharding,
+    deepspeed.precision,
+    deepspeed.offload,
 )
 """All rules, in the order in which their problems are shown."""
 

@@ -1,0 +1,56 @@
+"""`mmlab bench offload`: what each offload mode costs in steps a second and saves in device memory, on this machine."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable
+from typing import Any
+
+from mmlab.cluster.pool import RankError, RankPool
+from mmlab.errors import MmlabError
+from mmlab.plan import Plan, check_platform
+
+MODES = ("none", "optimizer", "parameters", "nvme")
+TIMEOUT = 3600.0
+
+
+def cases(plan: Plan) -> list[tuple[str, Plan]]:
+    """(mode, plan) of each measurement: the plan under DeepSpeed; modes that need ZeRO-3 with it, and then a further
+    measurement of ZeRO-3 without offload to compare with."""
+    base = plan.with_("parallel.engine=deepspeed", "offload.mode=none")
+    found = [("none", base), ("optimizer", base.with_("offload.mode=optimizer"))]
+    if base.parallel.sharding != "zero3":
+        base = base.with_("parallel.sharding=zero3")
+        found.append(("none", base))
+    return found + [(mode, base.with_(f"offload.mode={mode}")) for mode in ("parameters", "nvme")]
+
+
+def bench_offload(plan: Plan, steps: int, say: Callable[[str], None] = lambda text: None) -> list[dict[str, Any]]:
+    """One row for each mode: "mode", "sharding", "steps_per_s" (median), "slower" (share lost against the same sharding
+    without offload), "off_device" and "peak" (bytes, of the rank with most), "losses"; "problem" where a mode cannot
+    run here. PlanError when the plan itself cannot run under DeepSpeed; MmlabError with what else is at fault."""
+    check_platform()
+    rows: list[dict[str, Any]] = []
+    for mode, case in cases(plan):
+        row: dict[str, Any] = {"mode": mode, "sharding": case.parallel.sharding}
+        problems = case.check()
+        if mode != "none" and problems:
+            rows.append(row | {"problem": problems[0].message})
+            continue
+        problems.raise_if_any()
+        say(f"{case.parallel.sharding}, offload {mode}: {steps} steps on {case.world_size} ranks")
+        # New processes for each: peaks of memory are since their start.
+        with RankPool(case.world_size, threads=case.cluster.threads or 1) as pool:
+            try:
+                found = pool.run("mmlab.train.bench:run_steps", case.dumps(), steps, timeout=TIMEOUT)
+            except RankError as error:
+                if error.said:
+                    raise MmlabError(error.said) from None
+                raise
+        slowest = [max(result["seconds"][step] for result in found) for step in range(steps)]
+        row |= {"steps_per_s": 1.0 / statistics.median(slowest), "losses": found[0]["losses"]}
+        row |= {key: max(result[key] for result in found) for key in ("off_device", "peak")}
+        beside = next((r for r in rows if r["mode"] == "none" and r["sharding"] == row["sharding"]), row)
+        row["slower"] = 1.0 - row["steps_per_s"] / beside["steps_per_s"]
+        rows.append(row)
+    return rows
