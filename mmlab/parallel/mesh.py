@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
@@ -99,6 +100,7 @@ def _my_group(groups: list[list[int]], rank: int, what: str) -> dist.ProcessGrou
 def _backend(plan: Plan, device: torch.device) -> str:
     """torch's name of what the ranks talk through."""
     if device.type == "cuda":
+        os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "2")  # an abort is not to end the process
         return "cpu:gloo,cuda:nccl"
     if plan.cluster.collectives == "gloo" or (plan.cluster.collectives == "auto" and shm.refusal()):
         return "gloo"

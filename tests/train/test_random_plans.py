@@ -87,8 +87,8 @@ def test_fixes_of_the_rules_lead_to_a_plan_that_they_admit(values):
 
 
 def pairs(plan):
-    """Every two settings of SPACE that a plan has together."""
-    return set(combinations([(key, get(plan, key)) for key in SPACE], 2))
+    """Every two settings of SPACE that a plan has together, number formats aside (they have plans of their own)."""
+    return set(combinations([(key, get(plan, key)) for key in SPACE if not key.startswith("precision.")], 2))
 
 
 def test_quick_plans_have_every_pair_of_settings_that_the_rules_admit():
