@@ -82,6 +82,45 @@ class Draw:
         dist.reduce_scatter_tensor(found, self.tensor((size * self.world,), dtype), group=self.group)
         return [found]
 
+    def do_average(self, size, dtype):
+        """What FSDP2 asks for: the mean, whole and in shares. gloo cannot: there it is a sum, divided."""
+        whole, share = self.tensor((size, 2), torch.float64), torch.empty(size, dtype=torch.float32)
+        parts = self.tensor((size * self.world,), torch.float32)
+        gloo = dist.get_backend(self.group) == "gloo"
+        op = dist.ReduceOp.SUM if gloo else dist.ReduceOp.AVG
+        dist.all_reduce(whole, op=op, group=self.group)
+        work = dist.reduce_scatter_tensor(share, parts, op=op, group=self.group, async_op=True)
+        work.wait()
+        return [whole / self.world, share / self.world] if gloo else [whole, share]
+
+    def do_flat_coalesced(self, size, dtype):
+        """all_gather_into_tensor and reduce_scatter_tensor of several tensors at once, as FSDP2 issues them."""
+        data = [self.tensor((size + i,), dtype) for i in range(3)]
+        found = [torch.empty(self.world * len(tensor), dtype=dtype) for tensor in data]
+        with dist._coalescing_manager(group=self.group, async_ops=True) as many:
+            for out, tensor in zip(found, data, strict=True):
+                dist.all_gather_into_tensor(out, tensor, group=self.group)
+        many.wait()
+        data = [self.tensor((self.world * (size + i),), torch.float32) for i in range(3)]
+        shares = [torch.empty(size + i) for i in range(3)]
+        with dist._coalescing_manager(group=self.group, async_ops=True) as many:
+            for out, tensor in zip(shares, data, strict=True):
+                dist.reduce_scatter_tensor(out, tensor, group=self.group)
+        many.wait()
+        return found + shares
+
+    def do_object_lists(self, size, dtype):
+        """What distributed checkpoints use: plans gathered at a root, scattered and broadcast from it."""
+        root = self.choose.randrange(self.world)
+        mine = {"rank": self.rank, "text": "x" * (size % 1000)}
+        everyone = [None] * self.world if self.rank == root else None
+        dist.gather_object(mine, everyone, group_dst=root, group=self.group)
+        out, shared = [None], [everyone]
+        dist.scatter_object_list(out, everyone, group_src=root, group=self.group)
+        dist.broadcast_object_list(shared, group_src=root, group=self.group)
+        ranks = [item["rank"] for item in shared[0]]
+        return [torch.tensor([out[0]["rank"], len(out[0]["text"]), *ranks])]
+
     def do_broadcast(self, size, dtype):
         data = self.tensor((size, 2), dtype)
         dist.broadcast(data, group_src=self.choose.randrange(self.world), group=self.group)
