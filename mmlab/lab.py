@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import importlib
 import time
-from collections.abc import Generator, Iterator, Mapping
+from collections.abc import Generator, Iterator
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, overload
@@ -20,13 +20,15 @@ from mmlab.cluster.client import LabView, check_profile
 from mmlab.cluster.export import export
 from mmlab.cluster.registry import LabPaths
 from mmlab.errors import LabError, MmlabError, PlanError
-from mmlab.messages import new_command, read_json, send
+from mmlab.messages import read_json
 from mmlab.messages.runs import create_run, runs_root
-from mmlab.plan import Plan, check_platform, set_live
-from mmlab.plan.keys import flatten
+from mmlab.plan import Plan, check_platform
+from mmlab.tracking.doctor import Diagnosis, diagnose
 from mmlab.tracking.progress import current_shell, in_kernel, report_unseen
 from mmlab.tracking.record import ENDED, RunRecord, list_runs
 from mmlab.tracking.sent import Sent, WaitTimeout
+from mmlab.tracking.steered import Steered
+from mmlab.tracking.traffic import TrafficTable
 from mmlab.tracking.waiting import POLL, next_generation, reached, wait_for
 
 WORKER = "mmlab.train.worker"
@@ -39,7 +41,7 @@ STOP = 30.0
 """Seconds that an unfinished run gets to stop when a `with` block ends, before its lab is closed."""
 
 
-class Run:
+class Run(Steered):
     """A run: looks at it and steers it, live or not, from any process that sees its folder."""
 
     def __init__(self, run_dir: str | Path, lab: Lab | None = None) -> None:
@@ -112,6 +114,18 @@ class Run:
         """What a rank printed; with `follow`, an iterator over its lines as they come, until the run has ended."""
         return self._record.follow_log(rank) if follow else self._record.log(rank, lines)
 
+    def traffic(self) -> TrafficTable:
+        """Who talks to whom: groups of ranks, bytes a step as counted, time under way and waited for; a table."""
+        self._record.events()
+        return self._record.traffic()
+
+    def doctor(self) -> Diagnosis:
+        """What holds the run up: which rank has not joined which call of which group, and where in its code it is.
+
+        Looks from outside and takes a second or two; for live runs, also when the kernel that started them is dead.
+        """
+        return diagnose(self._record)
+
     def snapshot(self) -> Any:
         """A still picture of the run: shows as an image in a notebook, as text elsewhere."""
         return importlib.import_module("mmlab.ui.snapshot").snapshot(self)
@@ -121,38 +135,7 @@ class Run:
         reason = f": {status['reason']}" if status["reason"] else ""
         return f"<Run {self.id}: {status['state']}, step {status['step']} of {status['steps']}{reason}>"
 
-    # steering
-
-    def pause(self) -> Sent:
-        """Pause after the step under way."""
-        return self._send("pause")
-
-    def resume(self) -> Sent:
-        """Go on."""
-        return self._send("resume")
-
-    def step(self, n: int = 1) -> Sent:
-        """Run n steps, then pause."""
-        if n < 1:
-            raise MmlabError(f"step takes a number of steps of at least 1, not {n}")
-        return self._send("step", n=int(n))
-
-    def stop(self) -> Sent:
-        """End the run at the next step boundary; checkpoints stay."""
-        return self._send("stop")
-
-    def set(self, key: str | Mapping[str, Any], value: Any = None) -> Sent:
-        """Change fields of the plan while the run goes on: a dotted key and its value, or a dict of them.
-
-        PlanError on a key that cannot change during a run (lists those that can), or a value that it does not admit.
-        """
-        values = dict(flatten({key: value} if isinstance(key, str) else key))
-        set_live(self.plan, values)
-        return self._send("set", values=values)
-
-    def checkpoint(self, name: str = "") -> Sent:
-        """Save at the next step boundary; kept until it is deleted by hand."""
-        return self._send("checkpoint", **({"name": name} if name else {}))
+    # steering: see Steered
 
     def restore(self, step: int | None = None, name: str = "", lab: Lab | None = None) -> Sent | Run:
         """Go back to a checkpoint, by step or name (default: the last one).
@@ -175,19 +158,6 @@ class Run:
             if str(lab._paths.root) == root:
                 return lab
         return Lab.attach()
-
-    def _send(self, verb: str, **args: Any) -> Sent:
-        status = self.status()
-        if status["state"] in ENDED:
-            more = "; restore() (mmlab restore) starts it again from a checkpoint" if self.checkpoints() else ""
-            raise MmlabError(f"{verb}: run {self.id} has ended ({status['state']}){more}")
-        command = new_command(verb, args)
-        control = self._record.paths.control
-        try:
-            send(control, command)
-        except OSError as error:
-            raise MmlabError(f"{verb}: the inbox {control} cannot be written: {error.strerror}") from None
-        return Sent(verb, command.id, control)
 
     # waiting
 

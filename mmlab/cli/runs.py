@@ -21,7 +21,8 @@ ACK_TIMEOUT = 60.0
 
 def register(app: typer.Typer) -> None:
     """Add the commands about runs."""
-    for command in (list_all, show, traffic, pause, resume, step, set_, checkpoint, restore, export, stop):
+    looking, ending = (list_all, show, traffic, doctor), (stop, abort)
+    for command in (*looking, pause, resume, step, set_, checkpoint, restore, export, *ending):
         name = {"list_all": "runs", "set_": "set"}.get(command.__name__, command.__name__)
         app.command(name, rich_help_panel="Runs")(command)
 
@@ -131,6 +132,16 @@ def export(
     """Write a checkpoint's weights as safetensors that Hugging Face classes read, LoRA's adapters merged into them."""
     for file in open_run(run).export(folder, step=step, name=name, adapters=adapters):
         console().print(str(file), soft_wrap=True)
+
+
+def doctor(run: RunArgument) -> None:
+    """Say what holds a run up: which rank has not joined which call, and where in its code it is."""
+    console().print(str(open_run(run).doctor()), markup=False, soft_wrap=True)
+
+
+def abort(run: RunArgument) -> None:
+    """End a run at once, also one that is stuck; its engines live on. Nothing is saved."""
+    _steer(run, "abort")
 
 
 def stop(run: RunArgument) -> None:

@@ -203,7 +203,7 @@ def stop_requested(run: ActiveRun) -> bool:
     """Whether a stop waits in the run's inbox; only for runs that have not started, whose rank 0 would read it."""
     inbox = Inbox(run.paths.control)
     for command in inbox.pending():
-        if command.verb == "stop":
+        if command.verb in ("stop", "abort"):
             inbox.answer(Ack(command.id, True, run.step, [], "stopped before it started", time.time()))
             return True
     return False

@@ -17,7 +17,7 @@ from typing import Any, Literal, get_args
 from mmlab.errors import PlanError
 from mmlab.messages.files import read_json, write_json
 
-Verb = Literal["pause", "resume", "step", "set", "checkpoint", "restore", "stop"]
+Verb = Literal["pause", "resume", "step", "set", "checkpoint", "restore", "stop", "abort"]
 VERBS: tuple[str, ...] = get_args(Verb)
 _sequence = itertools.count()
 MOST = 1 << 20
@@ -29,7 +29,8 @@ class Command:
     """One command.
 
     Arguments by verb: step {"n": int}; set {"values": {dotted key: value}}; checkpoint {"name": str};
-    restore {"step": int | None, "name": str}; pause, resume and stop none.
+    restore {"step": int | None, "name": str}; abort {"generation": int}; pause, resume and stop none. An abort does
+    not wait for a step boundary: the control thread of every rank carries it out.
     """
 
     id: str
@@ -90,6 +91,19 @@ def read_command(path: Path) -> Command | None:
     if command is None or command.verb not in VERBS or command.id != path.stem:
         return None
     return command if isinstance(command.args, dict) and isinstance(command.time, int | float) else None
+
+
+def read_abort(control: Path, generation: int, passed: set[str]) -> Command | None:
+    """The abort of a generation that waits in a run's inbox; None without one. Names in `passed` are passed over, and
+    those of files that are something else are added to it, so that each file is read once."""
+    for path in sorted(control.glob("*.json")):
+        if path.name in passed:
+            continue
+        command = read_command(path)
+        if command is not None and command.verb == "abort" and command.args.get("generation", generation) == generation:
+            return command
+        passed.add(path.name)
+    return None
 
 
 class Inbox:

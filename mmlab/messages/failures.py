@@ -6,6 +6,7 @@ import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from mmlab.messages.control import Command
 from mmlab.messages.files import read_json, write_json
 
 
@@ -48,6 +49,19 @@ def read_failures(failures: Path, generation: int) -> list[Failure]:
     found = [read_json(path) for path in (failures / f"generation-{generation}").glob("rank-*.json")]
     records = [Failure(**record) for record in found if record]
     return sorted(records, key=lambda failure: (failure.kind == "peer", failure.time))
+
+
+def write_aborted(failures: Path, generation: int, command: Command) -> None:
+    """Record that a generation was aborted, before any rank is freed: the others then know why they are."""
+    folder = failures / f"generation-{generation}"
+    folder.mkdir(parents=True, exist_ok=True)
+    write_json(folder / "aborted.json", asdict(command))
+
+
+def read_aborted(failures: Path, generation: int) -> Command | None:
+    """The command that aborted a generation; None where there is none."""
+    found = read_json(failures / f"generation-{generation}" / "aborted.json")
+    return Command(**found) if isinstance(found, dict) else None
 
 
 def claim_report(failures: Path, generation: int) -> bool:

@@ -29,6 +29,7 @@ NAME_BYTES = 256
 FLAG, SIGNATURES, DOOR, ASLEEP, PID, STARTED, CLOSED = 0, 8, 16, 17, 32, 33, 34
 CALL, CALL_OP, CALL_BYTES, CALL_TIME, CALLS_DONE = 40, 41, 42, 43, 44
 P2P_OP, P2P_PEER, P2P_TAG, P2P_BYTES, P2P_TIME = 48, 49, 50, 51, 52
+CALL_SHAPE, P2P_SHAPE, SHAPE_WORDS = 53, 58, 5
 # word indices in a ring's block
 HEAD, TAIL = 0, 16
 
@@ -83,6 +84,19 @@ class Layout:
         return self._data + 2 * self.ranks * self.slot + pair * self.ring
 
 
+def write_shape(words: memoryview, at: int, shape: tuple[int, ...]) -> None:
+    """Record the first sizes of a tensor, ended by -1 where there is room."""
+    for index, size in enumerate(shape[:SHAPE_WORDS]):
+        words[at + index] = size
+    if len(shape) < SHAPE_WORDS:
+        words[at + len(shape)] = -1
+
+
+def _read_shape(words: memoryview, at: int) -> tuple[int, ...]:
+    sizes = words[at : at + SHAPE_WORDS].tolist()
+    return tuple(sizes[: sizes.index(-1)] if -1 in sizes else sizes)
+
+
 def process_start(pid: int) -> int:
     """When a process of this host started, in clock ticks since boot; 0 if there is none, or only its zombie."""
     try:
@@ -99,7 +113,8 @@ class RankCalls:
 
     `rank` in the whole world; `entered` number of the last collective it entered, `done` of the last that it
     completed: it is inside `op` (of `bytes` bytes, since `time`, seconds since the epoch) where they differ.
-    `p2p` is a send or recv that it waits in: (op, peer's world rank, tag, bytes, since), else None.
+    `p2p` is a send or recv that it waits in: (op, peer's world rank, tag, bytes, since), else None. `shape` and
+    `p2p_shape` are those of the tensors, their first sizes.
     """
 
     rank: int
@@ -111,12 +126,15 @@ class RankCalls:
     time: float
     p2p: tuple[str, int, int, int, float] | None
     closed: bool
+    shape: tuple[int, ...] = ()
+    p2p_shape: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
 class GroupCalls:
-    """One group as its shared file shows it; `ranks` in group order."""
+    """One group as its shared file (its inode) shows it; `group` what it is for, `ranks` in group order."""
 
+    file: int
     group: str
     aborted: bool
     ranks: tuple[RankCalls, ...]
@@ -129,7 +147,7 @@ class GroupCalls:
         return tuple(rank.rank for rank in self.ranks if inside and rank.entered < latest)
 
 
-def _group_calls(words: memoryview) -> GroupCalls:
+def _group_calls(file: int, words: memoryview) -> GroupCalls:
     layout = Layout(words[RANKS], words[SLOT_BYTES], words[RING_BYTES])
     everyone = [words[GLOBAL + rank] for rank in range(layout.ranks)]
     found = []
@@ -145,9 +163,10 @@ def _group_calls(words: memoryview) -> GroupCalls:
         process, closed = words[at + PID], bool(words[at + CLOSED])
         entered, done, op = words[at + CALL], words[at + CALLS_DONE], OPS[words[at + CALL_OP]]
         size, since = words[at + CALL_BYTES], words[at + CALL_TIME] / 1e9
-        found.append(RankCalls(everyone[rank], process, entered, done, op, size, since, p2p, closed))
+        shapes = _read_shape(words, at + CALL_SHAPE), _read_shape(words, at + P2P_SHAPE)
+        found.append(RankCalls(everyone[rank], process, entered, done, op, size, since, p2p, closed, *shapes))
     name = bytes(words[NAME : NAME + NAME_BYTES // 8]).rstrip(b"\0").decode(errors="replace")
-    return GroupCalls(name, bool(words[ABORT]), tuple(found))
+    return GroupCalls(file, name, bool(words[ABORT]), tuple(found))
 
 
 def read_calls(pid: int) -> list[GroupCalls]:
@@ -176,7 +195,7 @@ def read_calls(pid: int) -> list[GroupCalls]:
                 view = memoryview(mapped)
                 words = view.cast("q")
                 if words[0] == MAGIC:
-                    groups[status.st_ino] = _group_calls(words)
+                    groups[status.st_ino] = _group_calls(status.st_ino, words)
                 words.release()
                 view.release()
         finally:

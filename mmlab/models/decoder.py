@@ -226,11 +226,12 @@ class DecoderStage(nn.Module):
         return hidden if finish is None else finish(hidden)
 
     def chains(self) -> list[list[nn.Module]]:
-        """What can be gathered piece by piece, in the order in which it runs: blocks, and before them the table, unless
-        the head shares it."""
-        blocks: list[nn.Module] = list(self.model.layers.values())
-        table = self.model.embed_tokens
-        return [blocks if table is None or self.config.tied_embeddings else [table, *blocks]]
+        """What can be gathered piece by piece, in the order in which it runs: the blocks of each chunk, and before the
+        first the table, unless the head shares it."""
+        found: list[list[nn.Module]] = [[self.model.layers[str(i)] for i in chunk] for chunk in self.parts.chunks]
+        if self.model.embed_tokens is not None and not self.config.tied_embeddings:
+            found[0].insert(0, self.model.embed_tokens)
+        return found
 
     def _embed(self, text: PackedText, image_tokens: Tensor | None) -> Tensor:
         """[S, D]: rows of the table, with image tokens where their placeholders stand."""

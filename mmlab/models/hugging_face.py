@@ -24,6 +24,7 @@ FIELDS = {
         "num_key_value_heads": "model.language.kv_heads",
         "rms_norm_eps": "model.language.norm_eps",
         "rope_theta": "model.language.rope_theta",
+        "sliding_window": "model.language.attention_window",
         "hidden_act": "",
     },
     "projector": {},
@@ -69,11 +70,13 @@ def config_differences(plan: Plan, module: str, file: Path) -> list[str]:
     config = next((config[name] for name in SECTIONS[module] if isinstance(config.get(name), dict)), config)
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
     said = rope | {key: value for key, value in config.items() if value is not None}
+    if not said.get("use_sliding_window", True):  # Qwen2 names a window that it does not use
+        said["sliding_window"] = 0
     ours = config_of(plan, module)
     differences = [
-        f"{key} is {said[key]}, the plan has {field + ' = ' if field else ''}{ours[key]}"
+        f"{key} is {said[key]}, the plan has {field + ' = ' if field else ''}{ours.get(key, 0)}"
         for key, field in FIELDS[module].items()
-        if key in said and said[key] != ours[key]
+        if key in said and said[key] != ours.get(key, 0)
     ]
     kind = rope.get("rope_type", rope.get("type", "default"))
     return differences + ([f"rotary positions of type {kind} are not supported"] if kind != "default" else [])
@@ -98,12 +101,16 @@ def _vision(plan: Plan) -> dict[str, Any]:
 
 
 def _language(plan: Plan) -> dict[str, Any]:
-    """Qwen2ForCausalLM (with attention bias) or LlamaForCausalLM."""
+    """Qwen2ForCausalLM (with attention bias), MistralForCausalLM (with a window) or LlamaForCausalLM."""
     language = plan.model.language
-    qwen2 = language.attention_bias
-    return {
-        "architectures": ["Qwen2ForCausalLM" if qwen2 else "LlamaForCausalLM"],
-        "model_type": "qwen2" if qwen2 else "llama",
+    window = language.attention_window
+    kind = "Qwen2" if language.attention_bias else "Mistral" if window else "Llama"
+    windowed: dict[str, Any] = {"sliding_window": window} if window else {}
+    if window and kind == "Qwen2":
+        windowed |= {"use_sliding_window": True, "max_window_layers": 0}
+    return windowed | {
+        "architectures": [f"{kind}ForCausalLM"],
+        "model_type": kind.lower(),
         "vocab_size": language.vocab_size,
         "hidden_size": language.hidden,
         "intermediate_size": language.mlp_width,

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from itertools import pairwise
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -173,8 +173,8 @@ class Sharded:
 
     Args:
         module: whose parameters are to be sharded; its `forward` must contain every use of those in no unit.
-        chains: submodules that are gathered one by one, in the order in which they run: while one computes, the next is
-            on its way. What is left of `module` is one more unit, gathered while `module` runs.
+        chains: submodules that are gathered one by one, in the order in which they run (a chain for each model chunk):
+            while one computes, the next is on its way. What is left of `module` is one more, gathered while it runs.
         shards: the ranks.
         keep: keep what is gathered until the last backward of a step (zero2) rather than gather it anew (zero3).
         each: sum gradients after every backward rather than once a step.
@@ -190,7 +190,10 @@ class Sharded:
         each: bool,
     ) -> None:
         self.keep, self.each = keep, each
-        units = [fully_shard(unit, mesh=shards.mesh, reshard_after_forward=not keep) for c in chains for unit in c]
+        self.chains: list[list[FSDPModule]] = [
+            [fully_shard(unit, mesh=shards.mesh, reshard_after_forward=not keep) for unit in chain] for chain in chains
+        ]
+        units = [unit for chain in self.chains for unit in chain]
         # What the module itself holds (table, final norm) is needed again as soon as backward begins.
         self.module = fully_shard(module, mesh=shards.mesh, reshard_after_forward=not (keep or units))
         self.units: list[FSDPModule] = [self.module, *units]
@@ -204,18 +207,26 @@ class Sharded:
             unit.set_custom_all_gather(_Gathers(shards.traffic, on_cpu))
             unit.set_custom_reduce_scatter(self._reductions)
         self.module.set_reduce_scatter_unused_params(True)  # the same reductions on ranks with and without an image
-        for chain in chains:
-            for before, after in pairwise(cast(Sequence[FSDPModule], chain)):
+        for chain in self.chains:
+            for before, after in pairwise(chain):
                 before.set_modules_to_forward_prefetch([after])
                 after.set_modules_to_backward_prefetch([before])
-        if chains and chains[0]:
-            self.module.set_modules_to_forward_prefetch([cast(FSDPModule, chains[0][0])])
+        if len(self.chains) == 1 and units:
+            self.module.set_modules_to_forward_prefetch(units[:1])
 
-    def before_backward(self, last: bool) -> None:
-        """Say whether the coming backward is the step's last: gradients are reduced then."""
+    def before_backward(self, chain: int, closes: bool, last: bool) -> None:
+        """Say what the coming backward is: of which chain, whether the step's last one of that chain, and the last at
+        all. Gradients of a chain are reduced when it closes, what is in no chain at the end."""
         self.module.set_is_last_backward(last)
-        self.module.set_requires_gradient_sync(last or self.each)
-        self.module.set_reshard_after_backward(last or not self.keep)
+        self._set(self.module, closing=last, reduce=last or self.each)
+        for number, units in enumerate(self.chains):
+            closing = closes and number == chain
+            for unit in units:
+                self._set(unit, closing, reduce=closing or (self.each and number == chain))
+
+    def _set(self, unit: FSDPModule, closing: bool, reduce: bool) -> None:
+        unit.set_requires_gradient_sync(reduce, recurse=False)
+        unit.set_reshard_after_backward(closing or not self.keep, recurse=False)
 
     def finish(self) -> None:
         """Wait for the gradients, and drop what is gathered where a forward had no backward."""

@@ -210,8 +210,13 @@ def _encoder_flops(plan: Plan, layout: Layout) -> tuple[float, float]:
 def _stage_flops(plan: Plan, layout: Layout, stage: int) -> float:
     """FLOPs of a microbatch's forward on one rank of a stage."""
     config, p, length = plan.model.language, plan.parallel, plan.data.seq_len
-    block = 2 * length * block_parameters(config) + 2 * length**2 * config.hidden
+    # Keys that a token sees, mean over a sample; and a rank's tokens, where all ranks hold the text (of one image).
+    window = min(config.attention_window or length, length)
+    seen = window * (1 - window / (2 * length))
+    image = plan.model.vision.tokens_per_tile
+    here = length / p.cp if p.cp_scope == "all" else max(0, length - image) + image / p.cp
+    block = 2 * here * block_parameters(config) + 4 * length / p.cp * seen * config.hidden
     flops = len(layout.stages.layers[stage]) * block
     if stage == layout.stages.count - 1:
-        flops += 2 * length * config.vocab_size * config.hidden
-    return plan.microbatch_size * flops / (p.tp * p.cp)
+        flops += 2 * length / p.cp * config.vocab_size * config.hidden
+    return plan.microbatch_size * flops / p.tp

@@ -144,12 +144,12 @@ class RunRecord:
         return failures[0].kind if failures else str(last.get("cause", ""))
 
     def stopping(self) -> bool:
-        """Whether a stop was sent and has not been carried out yet, or only just."""
+        """Whether a stop or an abort was sent and has not been carried out yet, or only just."""
         waiting = [read_command(path) for path in self.paths.control.glob("*.json")]
-        if any(command is not None and command.verb == "stop" for command in waiting):
+        if any(command is not None and command.verb in ("stop", "abort") for command in waiting):
             return True
         last = next((e for e in reversed(self.events()) if e["kind"] in ("command", "state")), {"kind": "state"})
-        return last["kind"] == "command" and last["verb"] == "stop" and bool(last["ok"])
+        return last["kind"] == "command" and last["verb"] in ("stop", "abort") and bool(last["ok"])
 
     def failures(self) -> list[Failure]:
         """Failure records of the current generation, causes first."""

@@ -8,6 +8,8 @@ others and frees its rank from a collective that can no longer finish.
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import json
 import threading
 import time
@@ -17,14 +19,21 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from mmlab.messages import Ack, Command, Inbox, RunPaths, read_failures
+from mmlab.messages import Ack, Command, Inbox, RunPaths, read_abort, read_aborted, read_failures, write_aborted
 from mmlab.parallel.abort import Connections
 from mmlab.parallel.mesh import Mesh
+from mmlab.train.vitals import Vitals
 
+UNWIND = 0.3
+"""Seconds that a call which was cut gets to raise, before the training thread is interrupted wherever it is."""
 POLL = 0.1
 """Seconds between looks into the inbox and for failures (the design asks for 0.2 at most)."""
 SIGN_OF_LIFE = 5.0
 """Seconds between broadcasts during a pause: far below the groups' timeout, so a pause may last for days."""
+
+
+class Aborted(BaseException):
+    """The run was aborted. Not an Exception, so that nothing on the way takes it for an error that it can handle."""
 
 
 class Channel:
@@ -58,23 +67,60 @@ class Channel:
 
 
 class Listener:
-    """The control thread of one rank, from before the rendezvous to the end."""
+    """The control thread of one rank, from before the rendezvous to the end. Made in the training thread.
+
+    It listens for commands (rank 0), failures of others, an abort, and questions where the rank is. `aborted` is the
+    command that aborted the run.
+    """
 
     def __init__(self, paths: RunPaths, rank: int, generation: int, connections: Connections) -> None:
         self.paths, self.rank, self.generation, self.connections = paths, rank, generation, connections
         self.inbox = Inbox(paths.control)
+        self.aborted: Command | None = None
+        self._vitals = Vitals(paths.ranks, rank, generation)
+        self._passed: set[str] = set()
+        self._interruptible, self._lock = True, threading.Lock()
         self._waiting = threading.Event()
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name=f"mmlab-control-{self.rank}", daemon=True)
         self._thread.start()
 
     def _run(self) -> None:
+        since = 0.0
         while not self._stop.wait(POLL):
+            self._vitals.look()
             if self.rank == 0 and any(self.paths.control.glob("*.json")):
                 self._waiting.set()
+            if self.aborted is None:
+                self.aborted, since = self._find_abort(), time.monotonic()
             others = [f for f in read_failures(self.paths.failures, self.generation) if f.rank != self.rank]
-            if others:  # at every look: a rank that had not joined yet opens its connections later
+            if others or self.aborted is not None:  # at every look: who had not joined yet opens connections later
                 self.connections.cut()
+            if self.aborted is not None and time.monotonic() - since > UNWIND:
+                self._interrupt()
+                since = time.monotonic()
+
+    def _find_abort(self) -> Command | None:
+        """What aborts this generation: a record that a faster rank made, or a command in the inbox, now on record."""
+        found = read_aborted(self.paths.failures, self.generation)
+        if found is None:
+            found = read_abort(self.paths.control, self.generation, self._passed)
+            if found is not None:
+                with contextlib.suppress(OSError):  # a full disk: the others read the inbox
+                    write_aborted(self.paths.failures, self.generation, found)
+        return found
+
+    def _interrupt(self) -> None:
+        """Raise Aborted in the training thread, wherever its Python code is: it is in no call that could be cut."""
+        with self._lock:
+            if self._interruptible:
+                thread = ctypes.c_ulong(self._vitals.thread)
+                ctypes.pythonapi.PyThreadState_SetAsyncExc(thread, ctypes.py_object(Aborted))
+
+    def uninterruptible(self) -> None:
+        """From now on the training thread tidies up: an abort no longer raises in it. May raise Aborted a last time."""
+        with self._lock:
+            self._interruptible = False
 
     def waiting(self) -> bool:
         """Whether a command waits (rank 0; the others never know before the boundary)."""

@@ -170,6 +170,7 @@ class HybridStep:
 
     def _arming(self, kind: str, handler: Handler) -> Handler:
         """A handler of backward that says first which gradients the op completes."""
+        closing = {op.chunk: op for op in self.built.ops if op.kind == kind}
         last = next((op for op in reversed(self.built.ops) if op.kind == kind), None)
         modules = ("vision", *(["projector"] if self.plan.parallel.projector == "vision" else []))
         beside = kind == "encode_backward"
@@ -178,7 +179,7 @@ class HybridStep:
         def handle(op: Op) -> None:
             self.built.reducer.arm(t.name for t in self._closing.get(op, ()))
             for module in sharded:
-                module.before_backward(last=op == last)
+                module.before_backward(op.chunk, closes=op == closing[op.chunk], last=op == last)
             handler(op)
 
         return handle
@@ -208,7 +209,7 @@ class HybridStep:
 
     def flush(self) -> None:
         """Wait until everything sent has left."""
-        for link in (self.mesh.forward, self.mesh.backward):
+        for link in self.mesh.links:
             link.flush()
 
     def train(

@@ -19,12 +19,17 @@ import torch.distributed as dist
 
 from mmlab.errors import MmlabError
 from mmlab.messages import (
+    Ack,
     Beacon,
+    Command,
     EventLog,
     Failure,
+    Inbox,
     RunPaths,
     claim_report,
     process_alive,
+    read_abort,
+    read_aborted,
     read_beacons,
     read_events,
     read_failures,
@@ -37,7 +42,7 @@ from mmlab.parallel.watch import Watch
 from mmlab.plan import Layout, Plan
 from mmlab.train.balance import settle
 from mmlab.train.build import build
-from mmlab.train.control import Listener
+from mmlab.train.control import Aborted, Listener
 from mmlab.train.job import Job
 from mmlab.train.loop import train
 from mmlab.train.session import Session
@@ -124,13 +129,16 @@ def run_worker(job: Job, fault: Fault | None = None) -> str:
     listener = Listener(paths, job.rank, job.generation, connections)
     state, watch, mesh = "failed", Watch(), None
     try:
-        plan = Plan.load(paths.plan)
-        watch = _watch(plan, paths, job, fault)
-        set_threads(plan, plan.layout(), job.rank)
-        mesh = build_mesh(plan, plan.layout(), job.rank, _join(job), pick_device(plan, plan.layout(), job.rank))
-        state = _run(plan, paths, mesh, watch, listener, job)
-    except BaseException as error:
-        _fail(job, paths, watch, connections, error)
+        try:
+            plan = Plan.load(paths.plan)
+            watch = _watch(plan, paths, job, fault)
+            set_threads(plan, plan.layout(), job.rank)
+            mesh = build_mesh(plan, plan.layout(), job.rank, _join(job), pick_device(plan, plan.layout(), job.rank))
+            state = _run(plan, paths, mesh, watch, listener, job)
+        except BaseException as error:
+            state = _end_early(job, paths, watch, listener, error)
+    except Aborted as late:  # raised by the control thread just when something else had ended the run
+        state = _end_early(job, paths, watch, listener, late)
     finally:
         listener.close()
         if mesh is not None:
@@ -186,6 +194,9 @@ def _run(plan: Plan, paths: RunPaths, mesh: Mesh, watch: Watch, listener: Listen
         session.refuse_rest()
         session.emit("state", step=session.steering.step, state=state, reason="")
         return state
+    except BaseException:
+        listener.uninterruptible()  # an abort does not interrupt the tidying up
+        raise
     finally:
         session.close()
 
@@ -224,6 +235,36 @@ def _describe(error: BaseException, watch: Watch, plan_role: str) -> str:
             "use smaller microbatches (parallel.microbatches), train.activation_checkpointing, or more ranks"
         )
     return f"{type(error).__name__}: {line}"
+
+
+def _end_early(job: Job, paths: RunPaths, watch: Watch, listener: Listener, error: BaseException) -> str:
+    """What becomes of a run that ends by an exception: stopped when it was aborted, else failed."""
+    listener.uninterruptible()
+    command = listener.aborted or read_aborted(paths.failures, job.generation)
+    if isinstance(error, Aborted) or (command is not None and _kind(error) == "peer"):
+        traceback.clear_frames(error.__traceback__)
+        listener.connections.cut()
+        with contextlib.suppress(OSError):
+            _report_abort(job, paths, watch, command or read_abort(paths.control, job.generation, set()))
+        return "stopped"
+    _fail(job, paths, watch, listener.connections, error)
+    return "failed"
+
+
+def _report_abort(job: Job, paths: RunPaths, watch: Watch, command: Command | None) -> None:
+    """The first rank that is free answers the abort and writes the run's last state."""
+    if not claim_report(paths.failures, job.generation):
+        return
+    source = command.source if command is not None else "api"
+    where = f"rank {job.rank} ({watch.role}) was in {watch.phase} of step {watch.step}"
+    log = EventLog(paths.events, _lineage(paths))
+    if command is not None:
+        log.emit("command", step=watch.step, id=command.id, verb="abort", args=command.args, source=source,
+                 ok=True, ranks=[job.rank], message=where)  # fmt: skip
+    log.emit("state", step=watch.step, state="stopped", reason=f"aborted ({source}); {where}")
+    log.close()
+    if command is not None:
+        Inbox(paths.control).answer(Ack(command.id, True, watch.step, [job.rank], where, time.time()))
 
 
 def _fail(job: Job, paths: RunPaths, watch: Watch, connections: Connections, error: BaseException) -> None:

@@ -31,6 +31,9 @@ class Steerable(Protocol):
     def stop(self) -> Any:
         """End the run."""
 
+    def abort(self) -> Any:
+        """End the run at once."""
+
     def checkpoint(self) -> Any:
         """Save."""
 
@@ -78,7 +81,7 @@ class Controls:
             self._run.step(int(args.get("n", 1)))
         elif verb == "set":
             self._run.set(str(args["key"]), float(args["value"]))
-        elif verb in ("pause", "resume", "stop", "checkpoint"):
+        elif verb in ("pause", "resume", "stop", "abort", "checkpoint"):
             getattr(self._run, verb)()
         else:
             raise ValueError(f"unknown command {verb!r}")

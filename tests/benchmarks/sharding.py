@@ -4,7 +4,8 @@ Two ranks, each with encoder, projector and decoder, the same microbatch of the 
 The peers: `fully_shard` on every block and on the model, or DistributedDataParallel; `torch.optim.AdamW` on the
 model's parameters; `torch.nn.utils.clip_grad_norm_`. Ours: the trainer's own step, with its norms, its one reduction
 over all ranks and the encoder whole. All sides take turns in short blocks in the same processes; a number is the median
-of a rank's steps, the slower rank counts.
+of a rank's steps, the slower rank counts. Processor time (all threads of the rank) is compared too: what else the
+machine does disturbs it less.
 
     python tests/benchmarks/sharding.py [--rounds 8] [--steps 3] [--collectives shm] [--json FILE]
 """
@@ -82,8 +83,8 @@ def peer_step(plan: Any, rank: int, name: str) -> Any:
 
 def compare(
     rank: int, world: int, host: str, port: int, plan_texts: dict[str, str], rounds: int, steps: int
-) -> dict[str, list[float]]:
-    """Seconds of every step of each side."""
+) -> dict[str, list[tuple[float, float]]]:
+    """(seconds, processor seconds) of every step of each side."""
     import torch
     import torch.distributed as dist
 
@@ -103,16 +104,16 @@ def compare(
     batch = feed.batch()
     sides = {name: our_step(plan, mesh) for name, plan in plans.items()}
     sides |= {peer: peer_step(first, rank, peer) for peer in PEERS.values()}
-    seconds: dict[str, list[float]] = {side: [] for side in sides}
+    seconds: dict[str, list[tuple[float, float]]] = {side: [] for side in sides}
     try:
         for turn in range(rounds + 1):
             for side in list(sides)[:: 1 if turn % 2 else -1]:
                 dist.barrier()
                 for _ in range(steps):
-                    began = time.perf_counter()
+                    began, used = time.perf_counter(), time.process_time()
                     sides[side](batch)
                     if turn:  # the first round warms up
-                        seconds[side].append(time.perf_counter() - began)
+                        seconds[side].append((time.perf_counter() - began, time.process_time() - used))
         return seconds
     finally:
         feed.close()
@@ -123,7 +124,7 @@ def compare(
 
 
 def measure(data: str, rounds: int, steps: int, *changes: str) -> list[dict[str, Any]]:
-    """One row for each of ours: milliseconds a step, its peer's, and ours over the peer's."""
+    """One row for each of ours: (milliseconds, processor milliseconds) of a step, and of its peer's."""
     from mmlab.cluster.pool import RankPool
     from mmlab.plan import Plan
 
@@ -131,7 +132,10 @@ def measure(data: str, rounds: int, steps: int, *changes: str) -> list[dict[str,
     plans = {name: base.with_(*case).dumps() for name, case in OURS.items()}
     with RankPool(2) as pool:
         found = pool.run(compare, plans, rounds, steps, ranks=2, timeout=900)
-    median = {side: 1e3 * max(statistics.median(result[side]) for result in found) for side in found[0]}
+    median = {
+        side: [1e3 * max(statistics.median(step[i] for step in result[side]) for result in found) for i in (0, 1)]
+        for side in found[0]
+    }
     rows = []
     for name in OURS:
         peer = PEERS.get(name, "")
@@ -141,11 +145,13 @@ def measure(data: str, rounds: int, steps: int, *changes: str) -> list[dict[str,
 
 def table(rows: list[dict[str, Any]]) -> str:
     """The rows as text."""
-    lines = [f"{'sharding':<10}{'ours ms':>10}{'peer':>16}{'peer ms':>10}{'ours / peer':>13}"]
+    lines = [f"{'sharding':<10}{'ours ms':>10}{'cpu ms':>10}{'peer':>14}{'ms':>10}{'cpu ms':>10}{'ratio':>8}{'cpu':>7}"]
     for row in rows:
-        line = f"{row['sharding']:<10}{row['ours']:>10.1f}{row['peer']:>16}"
-        if row["theirs"]:
-            line += f"{row['theirs']:>10.1f}{row['ours'] / row['theirs']:>13.2f}"
+        ours, theirs = row["ours"], row["theirs"]
+        line = f"{row['sharding']:<10}{ours[0]:>10.1f}{ours[1]:>10.1f}"
+        if theirs:
+            line += f"{row['peer']:>14}{theirs[0]:>10.1f}{theirs[1]:>10.1f}"
+            line += f"{ours[0] / theirs[0]:>8.2f}{ours[1] / theirs[1]:>7.2f}"
         lines.append(line)
     return "\n".join(lines)
 

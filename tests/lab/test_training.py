@@ -58,6 +58,23 @@ def test_train_lose_a_rank_and_restore(real_lab, shard):
     assert (status["state"], status["generation"]) == ("running", 2)
     assert status["ranks"][0]["pid"] == survivor or status["ranks"][1]["pid"] == survivor
     assert [row["step"] for row in run.metrics()] == list(range(1, status["step"] + 1))
+    _abort_and_go_on(real_lab, run)
+
+
+def _abort_and_go_on(lab, run):
+    """Engines and what cells have put into them outlive an abort; the same engines train again."""
+    lab.view.push({"kept": [7]}, block=True)
+    engines = [rank["pid"] for rank in run.status()["ranks"]]
+    assert "run.abort" not in run.doctor().text.splitlines()[0]
+    assert run.abort().wait(30).message.startswith("rank ")
+    assert run.status()["state"] == "stopped"
+    assert run.status()["reason"].startswith("aborted (api); rank ")
+    assert run.doctor().text.endswith("no rank of it is at work")
+    run.restore()
+    step = run.status()["step"]
+    run.wait(step=step + 2, timeout=100)
+    assert [rank["pid"] for rank in run.status()["ranks"]] == engines
+    assert lab.view.pull("kept", block=True) == [[7]] * 2
     stopped = run.stop()
     run.wait(timeout=60)
     assert stopped.ack.ok

@@ -8,6 +8,8 @@ from transformers import (
     CLIPVisionModel,
     LlamaConfig,
     LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
     Qwen2Config,
     Qwen2ForCausalLM,
     SiglipVisionConfig,
@@ -38,8 +40,16 @@ def copy_into(theirs: torch.nn.Module, ours: torch.nn.Module) -> None:
 def hugging_face_decoder(plan, ours) -> torch.nn.Module:
     language = plan.model.language
     kind, config = (Qwen2ForCausalLM, Qwen2Config) if language.attention_bias else (LlamaForCausalLM, LlamaConfig)
+    windowed = {}
+    if language.attention_window:
+        windowed["sliding_window"] = language.attention_window
+        if language.attention_bias:
+            windowed |= {"use_sliding_window": True, "max_window_layers": 0}
+        else:
+            kind, config = MistralForCausalLM, MistralConfig
     theirs = kind(
         config(
+            **windowed,
             vocab_size=language.vocab_size,
             hidden_size=language.hidden,
             num_hidden_layers=language.layers,
@@ -83,6 +93,18 @@ def test_decoder_equals_llama_and_qwen2_on_packed_and_separate_sequences(attenti
     grads = {name: parameter.grad for name, parameter in theirs.named_parameters()}
     for name, parameter in ours.named_parameters():
         torch.testing.assert_close(parameter.grad, grads[name], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("attention_bias", [False, True], ids=["mistral", "qwen2"])
+@pytest.mark.parametrize("window", [1, 4])
+def test_windowed_attention_equals_mistral_and_qwen2(attention_bias, window):
+    plan = make_plan({"model.language.attention_bias": attention_bias, "model.language.attention_window": window})
+    ours = plain_model(plan).language
+    randomise(ours)
+    theirs = hugging_face_decoder(plan, ours)
+    text = make_text(plan, lengths=(5, 9, 2, 12))
+    wanted = torch.cat([theirs(ids.unsqueeze(0)).logits[0] for ids in text.input_ids.split(text.seqlens)])
+    torch.testing.assert_close(ours.logits(ours(text)), wanted, **TOLERANCE)
 
 
 @pytest.mark.parametrize("family", ["siglip", "clip"])

@@ -179,3 +179,11 @@ def test_windows_is_refused_in_one_sentence():
 def test_divisor():
     assert divisor(4, 6, 9) == 3
     assert divisor(0, 7) == 1
+
+
+def test_fewer_engines_give_up_sequence_parallelism_with_the_tensor_group():
+    plan = Plan.preset("laptop").with_("parallel.pp=1", "parallel.tp=2", "parallel.cp=2", "parallel.sp=true")
+    assert plan.check(engines=3).apply().parallel.tp == 2
+    repaired = plan.check(engines=2).apply()
+    assert (repaired.parallel.tp, repaired.parallel.cp, repaired.parallel.sp) == (1, 1, False)
+    assert list(repaired.check(engines=2)) == []

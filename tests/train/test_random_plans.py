@@ -1,11 +1,16 @@
 """Plans drawn at random: what the rules refuse they can mend, and what they admit equals one process."""
 
+import random
+from itertools import combinations
+
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from plan_files import PLANS, said
 
 from mmlab.cluster.verify import verify
 from mmlab.plan import Plan
+from mmlab.plan.keys import get
 
 MOST_RANKS = 8
 BASE = {
@@ -35,6 +40,9 @@ SPACE = {
     "model.language.kv_heads": (4, 2),
     "model.language.attention_window": (0, 0, 7),
     "train.activation_checkpointing": (False, False, True),
+    "precision.vision": ("fp32", "fp32", "bf16", "fp16"),
+    "precision.projector": ("fp32", "fp32", "bf16", "fp16"),
+    "precision.language": ("fp32", "fp32", "bf16", "fp16"),
     "train.vision.lora_rank": (0, 0, 0, 2),
     "train.projector.lora_rank": (0, 0, 0, 3),
     "train.language.lora_rank": (0, 0, 2),
@@ -76,6 +84,25 @@ def _value(plan, key):
 def test_fixes_of_the_rules_lead_to_a_plan_that_they_admit(values):
     plan, _ = mended(Plan().with_(BASE | values))
     plan.schedule().simulate()
+
+
+def pairs(plan):
+    """Every two settings of SPACE that a plan has together, number formats aside (they have plans of their own)."""
+    return set(combinations([(key, get(plan, key)) for key in SPACE if not key.startswith("precision.")], 2))
+
+
+def test_quick_plans_have_every_pair_of_settings_that_the_rules_admit():
+    random_ = random.Random(0)
+    admitted = set()
+    for _ in range(400):
+        values = {key: random_.choice(choices) for key, choices in SPACE.items()}
+        plan = smaller(mended(smaller(Plan().with_(BASE | values)))[0])
+        if plan.world_size <= MOST_RANKS and not list(plan.check()):
+            admitted |= pairs(plan)
+    quick = [Plan.load(str(path)) for path in PLANS if said(path, "tier") == "quick"]
+    covered = set().union(*(pairs(plan) for plan in quick))
+    assert len(admitted) > 1000
+    assert admitted - covered == set()
 
 
 def check_drawn(pool, shards, values):

@@ -1,21 +1,11 @@
 """Sharded equals plain, in float64 to 1e-9 per tensor: every layout has the loss and gradients of one process."""
 
-from pathlib import Path
-
 import pytest
+from plan_files import PLANS, said
 
 from mmlab.cluster.verify import in_precision, verify
 from mmlab.errors import MmlabError
 from mmlab.plan import Plan
-
-PLANS = sorted((Path(__file__).parents[1] / "plans").glob("*.toml"))
-"""One layout each; the first line says what it covers, the second the tier, a third may name the data."""
-
-
-def said(path, key, default=""):
-    """What a plan's comments say about a key ("# tier: quick")."""
-    lines = [line for line in path.read_text().splitlines() if line.startswith(f"# {key}: ")]
-    return lines[0].split(": ", 1)[1] if lines else default
 
 
 def of_tier(tier):

@@ -1,5 +1,6 @@
 """What tests run in rank processes."""
 
+import ctypes
 import os
 import signal
 import time
@@ -60,6 +61,13 @@ def fail_at(kind, rank, step, phase):
             os.kill(os.getpid(), signal.SIGKILL)
         if kind == "slow":
             time.sleep(1.0)
+        if kind == "hang":
+            while True:
+                time.sleep(0.05)
+        if kind == "hold":  # C code that keeps the interpreter's lock
+            end = time.monotonic() + 8.0
+            while time.monotonic() < end:
+                ctypes.PyDLL(None).sleep(1)
 
     return fault
 

@@ -165,6 +165,9 @@ class InboxRun:
     def resume(self) -> None:
         self._send("resume")
 
+    def abort(self) -> None:
+        self._send("abort", generation=0)
+
     def stop(self) -> None:
         self._send("stop")
 

@@ -165,6 +165,7 @@ def test_pause_and_end_replace_what_the_cell_holds(shown: Dashboard, screen: Scr
         ("pause", {}, {}),
         ("resume", {}, {}),
         ("stop", {}, {}),
+        ("abort", {}, {"generation": 0}),
         ("checkpoint", {}, {}),
         ("step", {"n": 3}, {"n": 3}),
         ("set", {"key": "train.language.lr", "value": 1e-4}, {"values": {"train.language.lr": 1e-4}}),

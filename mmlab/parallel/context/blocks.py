@@ -16,8 +16,9 @@ from torch import Tensor
 
 from mmlab.parallel.context.split import ContextGroup, Rows, Split
 
-WINDOW_ROWS = 128
-"""Fewest queries of a block with windowed attention: long runs are cut so that a mask holds no more than the band."""
+MASK_ROWS = 256
+"""Most queries of a block that needs a mask (or the window, if that is longer): long runs are cut, so that most of what
+they see needs none and what no query of a piece sees is not computed."""
 
 Mask = NDArray[np.bool_]
 
@@ -88,23 +89,70 @@ def _block(q: Side, k: Side, window: int) -> Block | None:
 
 def blocks(q: Side, k: Side, window: int) -> list[Block]:
     """All blocks of a sequence's queries with keys of it."""
+    whole = _block(q, k, window)
+    if whole is None or whole.mask is None:
+        return [] if whole is None else [whole]
     found = []
-    for queries in _pieces(q, window, max(window, WINDOW_ROWS)):
-        for keys in _pieces(k, window, 0):
-            block = _block(queries, keys, window)
-            if block is not None:
-                found.append(block)
-    return found
+    for queries in _pieces(q, window, max(window, MASK_ROWS)):
+        # Keys up to the first query are seen by all of them, but for a window's far end.
+        near = k.positions <= queries.positions[0]
+        early = [k.where(near)] if not window else []
+        for keys in early or _pieces(k, window, 0):
+            found.append(_block(queries, keys, window))
+        if early:
+            found.append(_block(queries, k.where(~near), window))
+    return [block for block in found if block is not None]
+
+
+@dataclass(frozen=True)
+class Places:
+    """Rows of a tensor [T, ...] that a batch reads and adds to, as [B, L]; a run of rows is read without a copy."""
+
+    rows: Tensor
+    """int64 [B, L]."""
+    start: int | None
+    """First row, where the rows are a run; None where they are not."""
+
+    @staticmethod
+    def of(rows: NDArray[np.int64]) -> Places:
+        """Of [B, L] rows."""
+        flat = rows.ravel()
+        run = bool((np.diff(flat) == 1).all())
+        return Places(torch.from_numpy(rows), int(flat[0]) if run else None)
+
+    def to(self, device: torch.device | str) -> Places:
+        """The same rows on a device."""
+        return Places(self.rows.to(device), self.start)
+
+    def take(self, x: Tensor) -> Tensor:
+        """[T, H, ...] -> [B, H, L, ...]; a view of `x` where the rows are a run."""
+        if self.start is None:
+            part = x.index_select(0, self.rows.flatten())
+        else:
+            part = x.narrow(0, self.start, self.rows.numel())
+        return part.unflatten(0, self.rows.shape).transpose(1, 2)
+
+    def put(self, x: Tensor, part: Tensor) -> None:
+        """Write back what `take` gave and was changed in place."""
+        if self.start is None:
+            x.index_copy_(0, self.rows.flatten(), part.transpose(1, 2).flatten(0, 1))
+
+    def add(self, x: Tensor, part: Tensor) -> None:
+        """Add [B, H, L, ...] to these rows of `x`; a row may stand in `rows` more than once."""
+        if self.start is None:
+            x.index_add_(0, self.rows.flatten(), part.transpose(1, 2).flatten(0, 1).to(x.dtype))
+        else:
+            self.take(x).add_(part)
 
 
 @dataclass(frozen=True)
 class Batch:
     """Blocks of equal shape, for one call of a kernel; no query is in two of them."""
 
-    queries: Tensor
-    """int64 [B, Lq]: rows of the queries."""
-    keys: Tensor
-    """int64 [B, Lk]: rows of the keys, among those that this rank holds or has received."""
+    queries: Places
+    """[B, Lq]."""
+    keys: Places
+    """[B, Lk], among the rows that this rank holds or has received."""
     causal: bool
     mask: Tensor | None
     """bool [Lq, Lk], the same for all blocks, or None."""
@@ -130,8 +178,8 @@ def batches(found: Sequence[Block], tokens: int) -> list[Batch]:
         taken.setdefault(key, np.zeros(tokens, bool))[block.queries] = True
     return [
         Batch(
-            torch.from_numpy(np.stack([block.queries for block in group])),
-            torch.from_numpy(np.stack([block.keys for block in group])),
+            Places.of(np.stack([block.queries for block in group])),
+            Places.of(np.stack([block.keys for block in group])),
             group[0].causal,
             None if group[0].mask is None else torch.from_numpy(group[0].mask),
         )

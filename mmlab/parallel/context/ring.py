@@ -10,122 +10,131 @@ The backward reads keys and values again (nothing of another rank is kept) and s
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mmlab.parallel.context.blocks import AttentionPlan, Batch, Exchange
+from mmlab.parallel.context.blocks import AttentionPlan, Batch, Exchange, Places
 from mmlab.parallel.context.kernels import attend, attend_backward
 from mmlab.parallel.context.split import ContextGroup
+
+Pair = tuple[Tensor, Tensor]
+"""Keys and values, or their gradients."""
+
+
+def _wide(x: Tensor) -> torch.dtype:
+    return torch.float64 if x.dtype == torch.float64 else torch.float32
 
 
 class _Sum:
     """A running attention of every query of this rank: output [T, H, Dh] and log-sum-exp [T, H], at least float32."""
 
     def __init__(self, q: Tensor) -> None:
-        wide = torch.float64 if q.dtype == torch.float64 else torch.float32
-        self.out = torch.zeros(q.shape, dtype=wide, device=q.device)
-        self.lse = torch.full(q.shape[:2], -math.inf, dtype=wide, device=q.device)
+        self.out = torch.zeros(q.shape, dtype=_wide(q), device=q.device)
+        self.lse = torch.full(q.shape[:2], -math.inf, dtype=_wide(q), device=q.device)
 
-    def add(self, rows: Tensor | None, out: Tensor, lse: Tensor) -> None:
-        """Merge a partial attention of some rows (None: all), [n, H, Dh] and [n, H]."""
-        old_out = self.out if rows is None else self.out.index_select(0, rows)
-        old_lse = self.lse if rows is None else self.lse.index_select(0, rows)
+    def add(self, at: Places, out: Tensor, lse: Tensor) -> None:
+        """Merge a partial attention [B, H, L, Dh] with log-sum-exp [B, H, L] of some queries."""
+        old_out, old_lse = at.take(self.out), at.take(self.lse)
         total = torch.logaddexp(old_lse, lse)
         # A query that has seen nothing yet has the difference of two infinities: its weight is 0.
-        keep, add = ((part - total).exp().nan_to_num_(0.0).unsqueeze(-1) for part in (old_lse, lse))
-        merged = old_out * keep + out.to(old_out.dtype) * add
-        if rows is None:
-            self.out, self.lse = merged, total
-        else:
-            self.out.index_copy_(0, rows, merged)
-            self.lse.index_copy_(0, rows, total)
-
-
-def _take(x: Tensor, rows: Tensor) -> Tensor:
-    """[T, H, ...] at rows [B, L] -> [B, H, L, ...]."""
-    return x.index_select(0, rows.flatten()).unflatten(0, rows.shape).transpose(1, 2)
-
-
-def _put(x: Tensor) -> Tensor:
-    """[B, H, L, ...] -> [B * L, H, ...]."""
-    return x.transpose(1, 2).flatten(0, 1)
+        keep, new = ((part - total).exp_().nan_to_num_(0.0).unsqueeze(-1) for part in (old_lse, lse))
+        at.put(self.out, old_out.mul_(keep).addcmul_(out.to(old_out.dtype), new))
+        at.put(self.lse, old_lse.copy_(total))
 
 
 def _forward(total: _Sum, work: Sequence[Batch], q: Tensor, k: Tensor, v: Tensor) -> None:
     for batch in work:
-        out, lse = attend(_take(q, batch.queries), _take(k, batch.keys), _take(v, batch.keys), batch.causal, batch.mask)
-        total.add(batch.queries.flatten(), _put(out), _put(lse))
+        keys = batch.keys
+        total.add(batch.queries, *attend(batch.queries.take(q), keys.take(k), keys.take(v), batch.causal, batch.mask))
 
 
-class _Grads:
-    """Gradients of this rank's q, k and v so far, and what the backward of a batch needs."""
+@dataclass
+class _Backward:
+    """What the backward of every batch needs: queries [T, H, Dh], the whole attention's output and log-sum-exp, and
+    where the gradient of the queries is summed."""
 
-    def __init__(self, q: Tensor, out: Tensor, lse: Tensor, kv: Tensor) -> None:
-        self.q, self.out, self.lse = q, out, lse
-        wide = torch.float64 if q.dtype == torch.float64 else torch.float32
-        self.dq = torch.zeros(q.shape, dtype=wide, device=q.device)
-        self.dkv = torch.zeros(kv.shape, dtype=wide, device=q.device)
+    q: Tensor
+    out: Tensor
+    lse: Tensor
+    dq: Tensor
 
-    def add(self, work: Sequence[Batch], grad: Tensor, kv: Tensor, dkv: Tensor) -> None:
-        """Backward of some batches with keys and values `kv` [T', 2, G, Dh], into `dkv` of the same shape."""
+    def __call__(self, work: Sequence[Batch], grad: Tensor, kv: Pair, dkv: Pair) -> None:
+        """Backward of some batches with keys and values `kv` [T', G, Dh] each, added to `dkv`."""
         for batch in work:
             rows, keys = batch.queries, batch.keys
-            gathered = kv.index_select(0, keys.flatten()).unflatten(0, keys.shape)
-            k, v = gathered[:, :, 0].transpose(1, 2), gathered[:, :, 1].transpose(1, 2)
-            out, lse = _take(self.out, rows), _take(self.lse, rows)
             dq, dk, dv = attend_backward(
-                _take(grad, rows), _take(self.q, rows), k, v, out, lse, batch.causal, batch.mask
-            )
-            self.dq.index_add_(0, rows.flatten(), _put(dq).to(self.dq.dtype))
-            dkv.index_add_(0, keys.flatten(), torch.stack([_put(dk), _put(dv)], 1).to(dkv.dtype))
+                rows.take(grad), rows.take(self.q), keys.take(kv[0]), keys.take(kv[1]),
+                rows.take(self.out), rows.take(self.lse), batch.causal, batch.mask,
+            )  # fmt: skip
+            rows.add(self.dq, dq)
+            keys.add(dkv[0], dk)
+            keys.add(dkv[1], dv)
 
 
-class _Wire:
-    """Keys, values and their gradients between the ranks of a group."""
+@dataclass
+class _Transfer:
+    """What is under way in one step of the ring: `arriving` [n, 2, G, Dh], and what must live until all has moved."""
 
-    def __init__(self, group: ContextGroup, exchanges: Sequence[Exchange]) -> None:
-        self.group, self.exchanges = group, exchanges
-        self._kept: list[Tensor] = []
+    arriving: Tensor
+    leaving: Tensor
+    works: list[dist.Work]
 
-    def _swap(self, parts: Sequence[tuple[Tensor, int, bool]]) -> list[dist.Work]:
-        """Start sends (True) and receives of [tensor, rank of the group, send]; empty tensors stay where they are."""
-        moved = [part for part in parts if part[0].numel()]
-        ops = [
-            dist.P2POp(dist.isend if send else dist.irecv, tensor, group=self.group.group, group_peer=peer)
-            for tensor, peer, send in moved
-        ]
-        self._kept += [tensor for tensor, _, _ in moved]
-        return dist.batch_isend_irecv(ops) if ops else []
-
-    def fetch(self, number: int, kv: Tensor) -> tuple[Tensor, list[dist.Work]]:
-        """Start step `number`: what the reader needs of `kv` leaves, what this rank needs of its source arrives."""
-        step = self.exchanges[number]
-        arriving = kv.new_empty(step.arriving, *kv.shape[1:])
-        leaving = kv.index_select(0, step.wanted)
-        self.group.count("cp", kv, len(step.wanted))
-        if step.skipped:
-            self.group.count("cp_skipped", kv, step.skipped)
-        return arriving, self._swap([(leaving, step.to, True), (arriving, step.source, False)])
-
-    def give_back(self, number: int, dkv: Tensor) -> tuple[Tensor, list[dist.Work]]:
-        """The way back of `fetch`: gradients of what arrived go to their owner, those of what left come in."""
-        step = self.exchanges[number]
-        arriving = dkv.new_empty(len(step.wanted), *dkv.shape[1:])
-        self.group.count("cp", dkv, len(dkv))
-        return arriving, self._swap([(dkv, step.source, True), (arriving, step.to, False)])
-
-    def finish(self) -> None:
-        """Forget what was sent, once everything is known to have arrived."""
-        self._kept.clear()
+    def wait(self) -> Tensor:
+        """What has arrived."""
+        for work in self.works:
+            work.wait()
+        return self.arriving
 
 
-def _wait(works: Sequence[dist.Work]) -> None:
-    for work in works:
-        work.wait()
+def _swap(group: ContextGroup, leaving: Tensor, to: int, arriving: Tensor, source: int) -> _Transfer:
+    """Start sending to and receiving from ranks of the group; empty tensors stay where they are."""
+    moved = ((dist.isend, leaving, to), (dist.irecv, arriving, source))
+    ops = [
+        dist.P2POp(function, tensor, group=group.group, group_peer=peer)
+        for function, tensor, peer in moved
+        if tensor.numel()
+    ]
+    group.count("cp", leaving, len(leaving))
+    return _Transfer(arriving, leaving, dist.batch_isend_irecv(ops) if ops else [])
+
+
+def _fetch(step: Exchange, group: ContextGroup, k: Tensor, v: Tensor) -> _Transfer:
+    """Start a step: what the reader needs of this rank's keys and values leaves, what this rank needs arrives."""
+    leaving, arriving = (k.new_empty(rows, 2, *k.shape[1:]) for rows in (len(step.wanted), step.arriving))
+    leaving[:, 0], leaving[:, 1] = k.index_select(0, step.wanted), v.index_select(0, step.wanted)
+    if step.skipped:
+        group.count("cp_skipped", leaving, step.skipped)
+    return _swap(group, leaving, step.to, arriving, step.source)
+
+
+def _give_back(step: Exchange, group: ContextGroup, dkv: Tensor) -> _Transfer:
+    """The way back of `_fetch`: gradients of what arrived go to their owner, those of what left come in."""
+    return _swap(group, dkv, step.source, dkv.new_empty(len(step.wanted), *dkv.shape[1:]), step.to)
+
+
+class _Steps:
+    """The steps of the ring, each with what arrived: the next step's blocks travel while the caller computes."""
+
+    def __init__(self, plan: AttentionPlan, group: ContextGroup, k: Tensor, v: Tensor) -> None:
+        self.exchanges, self.group, self.k, self.v = plan.exchanges, group, k, v
+        self._coming = self._fetch(0)
+
+    def _fetch(self, number: int) -> _Transfer | None:
+        if number >= len(self.exchanges):
+            return None
+        return _fetch(self.exchanges[number], self.group, self.k, self.v)
+
+    def __iter__(self) -> Iterator[tuple[Exchange, Tensor]]:
+        for number, step in enumerate(self.exchanges):
+            assert self._coming is not None
+            arrived = self._coming.wait()
+            self._coming = self._fetch(number + 1)
+            yield step, arrived
 
 
 def _merge_shared(total: _Sum, rows: Tensor, group: ContextGroup) -> None:
@@ -136,8 +145,10 @@ def _merge_shared(total: _Sum, rows: Tensor, group: ContextGroup) -> None:
     dist.all_gather_into_tensor(everyone, mine, group=group.group)
     total.out.index_fill_(0, rows, 0.0)
     total.lse.index_fill_(0, rows, -math.inf)
+    at = Places(rows.unsqueeze(0), None)
     for part in everyone.chunk(group.size):
-        total.add(rows, part[..., :-1], part[..., -1])
+        part = part.unsqueeze(0).transpose(1, 2)
+        total.add(at, part[..., :-1], part[..., -1])
 
 
 class _Ring(torch.autograd.Function):
@@ -145,56 +156,50 @@ class _Ring(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, plan: AttentionPlan, group: ContextGroup) -> Tensor:
-        wire, total, kv = _Wire(group, plan.exchanges), _Sum(q), torch.stack([k, v], 1)
-        coming = wire.fetch(0, kv) if plan.exchanges else None
+        total, steps = _Sum(q), _Steps(plan, group, k, v)
         _forward(total, plan.partial, q, k, v)
         if len(plan.merged):
             _merge_shared(total, plan.merged, group)
         _forward(total, plan.local, q, k, v)
-        for number, step in enumerate(plan.exchanges):
-            assert coming is not None
-            arrived, works = coming
-            _wait(works)
-            if number + 1 < len(plan.exchanges):  # the next blocks travel while this rank computes with these
-                coming = wire.fetch(number + 1, kv)
+        for step, arrived in steps:
             _forward(total, step.batches, q, arrived[:, 0], arrived[:, 1])
-        wire.finish()
         out = total.out.to(q.dtype)
-        ctx.save_for_backward(q, kv, out, total.lse)
+        ctx.save_for_backward(q, k, v, out, total.lse)
         ctx.plan, ctx.group = plan, group
         return out
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:
-        q, kv, out, lse = ctx.saved_tensors
+        q, k, v, out, lse = ctx.saved_tensors
         plan: AttentionPlan = ctx.plan
         group: ContextGroup = ctx.group
-        grad = grads[0].contiguous()
-        wire, sums = _Wire(group, plan.exchanges), _Grads(q, out, lse, kv)
-        coming = wire.fetch(0, kv) if plan.exchanges else None
+        grad, wide = grads[0], _wide(q)
+        dq, dk, dv = (torch.zeros(x.shape, dtype=wide, device=x.device) for x in (q, k, v))
+        steps, back = _Steps(plan, group, k, v), _Backward(q, out, lse, dq)
         if len(plan.merged):
             # Every rank's copy of a shared query uses this rank's partial attention of it.
             shared = grad.index_select(0, plan.merged)
             group.count("cp", shared, len(shared))
             dist.all_reduce(shared, group=group.group)
-            sums.add(plan.partial, grad.index_copy(0, plan.merged, shared), kv, sums.dkv)
-        sums.add(plan.local, grad, kv, sums.dkv)
-        returning = []
-        for number, step in enumerate(plan.exchanges):
-            assert coming is not None
-            arrived, works = coming
-            _wait(works)
-            if number + 1 < len(plan.exchanges):
-                coming = wire.fetch(number + 1, kv)
-            dkv = torch.zeros(arrived.shape, dtype=sums.dkv.dtype, device=kv.device)
-            sums.add(step.batches, grad, arrived, dkv)
-            returning.append((step.wanted, *wire.give_back(number, dkv)))
-        for rows, back, works in returning:
-            _wait(works)
-            sums.dkv.index_add_(0, rows, back)
-        wire.finish()
-        dkv = sums.dkv.to(kv.dtype)
-        return sums.dq.to(q.dtype), dkv[:, 0], dkv[:, 1], None, None
+            back(plan.partial, grad.index_copy(0, plan.merged, shared), (k, v), (dk, dv))
+        back(plan.local, grad, (k, v), (dk, dv))
+        returning: tuple[Exchange, _Transfer] | None = None
+        for step, arrived in steps:
+            dkv = torch.zeros(arrived.shape, dtype=wide, device=k.device)
+            back(step.batches, grad, (arrived[:, 0], arrived[:, 1]), (dkv[:, 0], dkv[:, 1]))
+            _collect(returning, dk, dv)
+            returning = step, _give_back(step, group, dkv)
+        _collect(returning, dk, dv)
+        return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), None, None
+
+
+def _collect(returning: tuple[Exchange, _Transfer] | None, dk: Tensor, dv: Tensor) -> None:
+    """Add the gradients that one step's reader gives back."""
+    if returning is not None:
+        step, transfer = returning
+        dkv = transfer.wait()
+        dk.index_add_(0, step.wanted, dkv[:, 0])
+        dv.index_add_(0, step.wanted, dkv[:, 1])
 
 
 def ring_attention(q: Tensor, k: Tensor, v: Tensor, plan: AttentionPlan, group: ContextGroup) -> Tensor:

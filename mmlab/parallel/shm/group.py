@@ -126,18 +126,30 @@ class ShmGroup(_Named):
     def _set_sequence_number_for_group(self) -> None:
         """Calls are numbered from the start."""
 
+    def _get_sequence_number_for_group(self) -> int:
+        """Collectives that this rank has issued."""
+        return self.progress.calls
+
+    def _set_group_desc(self, desc: str) -> None:
+        """Say what the group is for, also in its file, for whoever looks from outside."""
+        super()._set_group_desc(desc)
+        if desc != "undefined":  # what torch calls groups without a description
+            self._segment.write_name("world" if desc == "default_pg" else desc)
+
     def _call(
         self,
         op: str,
         outputs: Outputs | None,
         steps: Callable[[int], Steps],
-        bytes_: int,
+        data: Sequence[Tensor],
         opts: Any,
         result: Any = None,
     ) -> ShmWork:
+        """Start a collective; `data` is what this rank gives or gets."""
         found = result if result is not None else (outputs.tensors if outputs else [])
         work = ShmWork(self.progress, found, outputs.finish if outputs else None)
-        return self.progress.start(op, bytes_, work, steps, bool(getattr(opts, "asyncOp", True)))
+        work.shape = tuple(data[0].shape) if data else ()
+        return self.progress.start(op, total_size(data), work, steps, bool(getattr(opts, "asyncOp", True)))
 
     def allreduce(self, tensors: list[Tensor], opts: Any = None) -> ShmWork:
         """Reduce one tensor over all ranks, in place."""
@@ -158,9 +170,9 @@ class ShmGroup(_Named):
         if len(outputs.flat) == 1:
             return self._call(
                 "all_reduce" if root < 0 else "reduce", outputs,
-                lambda number: rounds.all_reduce(number, outputs.flat[0], op, root), total_size(tensors), opts,
+                lambda number: rounds.all_reduce(number, outputs.flat[0], op, root), tensors, opts,
             )  # fmt: skip
-        return self._call("all_reduce" if root < 0 else "reduce", outputs, steps, total_size(tensors), opts)
+        return self._call("all_reduce" if root < 0 else "reduce", outputs, steps, tensors, opts)
 
     def reduce(self, tensors: list[Tensor], opts: Any) -> ShmWork:
         """Reduce a tensor over all ranks, in place on the root, which alone gets the result."""
@@ -176,7 +188,7 @@ class ShmGroup(_Named):
             self._same_sizes(outs.bytes, mine.numel(), len(outputs))
         return self._call(
             "all_gather" if root < 0 else "gather", outs,
-            lambda number: self._rounds.all_gather(number, outs.bytes, mine, root), mine.numel(), opts, result,
+            lambda number: self._rounds.all_gather(number, outs.bytes, mine, root), [data], opts, result,
         )  # fmt: skip
 
     def _same_sizes(self, parts: list[Tensor], size: int, count: int) -> None:
@@ -201,7 +213,7 @@ class ShmGroup(_Named):
             for (out, data), first in numbered(zip(parts, mine, strict=True), number):
                 yield from self._rounds.all_gather(first, out, data)
 
-        return self._call("all_gather", outs, steps, total_size(inputs), opts)
+        return self._call("all_gather", outs, steps, inputs, opts)
 
     def allgather_coalesced(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None) -> ShmWork:
         """Several times `allgather` in one call; `outputs[rank][i]` is the rank's i-th tensor."""
@@ -217,7 +229,7 @@ class ShmGroup(_Named):
                 if row.finish is not None:
                     row.finish()
 
-        return self._call("all_gather", None, steps, total_size(inputs), opts, outputs)
+        return self._call("all_gather", None, steps, inputs, opts, outputs)
 
     def reduce_scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any = None) -> ShmWork:
         """Reduce a list of tensors, one a rank; each rank keeps its own."""
@@ -243,14 +255,14 @@ class ShmGroup(_Named):
             for (out, whole), first in numbered(zip(outs.flat, data, strict=True), number):
                 yield from self._rounds.reduce_scatter(first, out, whole, op)
 
-        return self._call("reduce_scatter", outs, steps, total_size(inputs), opts)
+        return self._call("reduce_scatter", outs, steps, inputs, opts)
 
     def broadcast(self, tensors: list[Tensor], opts: Any) -> ShmWork:
         """The root's tensor on all ranks."""
         outs = Outputs(tensors)
         return self._call(
             "broadcast", outs, lambda number: self._rounds.broadcast(number, outs.bytes[0], opts.rootRank),
-            total_size(tensors), opts,
+            tensors, opts,
         )  # fmt: skip
 
     def gather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any) -> ShmWork:
@@ -264,15 +276,14 @@ class ShmGroup(_Named):
             self._same_sizes(parts, outs.bytes[0].numel(), len(parts))
         return self._call(
             "scatter", outs, lambda number: self._rounds.scatter(number, outs.bytes[0], parts, opts.rootRank),
-            total_size(outputs), opts,
+            outputs, opts,
         )  # fmt: skip
 
     def alltoall(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> ShmWork:
         """Give rank r the r-th tensor of the list; sizes may differ."""
         outs, parts = Outputs(outputs), [as_bytes(part) for part in inputs]
-        size = total_size(inputs)
         return self._call(
-            "all_to_all", outs, lambda number: self._rounds.all_to_all(number, outs.bytes, parts), size, opts
+            "all_to_all", outs, lambda number: self._rounds.all_to_all(number, outs.bytes, parts), inputs, opts
         )
 
     def all_to_all_single(
@@ -282,7 +293,7 @@ class ShmGroup(_Named):
         outs = Outputs([output])
         into, parts = self._blocks(outs.bytes[0], output, output_sizes), self._blocks(as_bytes(data), data, input_sizes)
         return self._call(
-            "all_to_all", outs, lambda number: self._rounds.all_to_all(number, into, parts), total_size([data]), opts
+            "all_to_all", outs, lambda number: self._rounds.all_to_all(number, into, parts), [data], opts
         )  # fmt: skip
 
     def _blocks(self, data: Tensor, tensor: Tensor, sizes: Sequence[int]) -> list[Tensor]:
@@ -297,13 +308,14 @@ class ShmGroup(_Named):
 
     def barrier(self, opts: Any = None) -> ShmWork:
         """Wait for all ranks."""
-        return self._call("barrier", None, self._rounds.barrier, 0, opts)
+        return self._call("barrier", None, self._rounds.barrier, [], opts)
 
     def send(self, tensors: list[Tensor], peer: int, tag: int) -> ShmWork:
         """Start sending; complete when the last byte is in shared memory, whatever the receiver does by then."""
         data = as_bytes(tensors[0])
         work = ShmWork(self.progress, [])
         work.note = ("send", peer, tag, data.numel())
+        work.shape = tuple(tensors[0].shape)
         return self.progress.start_mail(work, lambda w: self.progress.mail.send(data, peer, tag, w), True)
 
     def recv(self, tensors: list[Tensor], peer: int, tag: int) -> ShmWork:
@@ -312,6 +324,7 @@ class ShmGroup(_Named):
         data = outs.bytes[0]
         work = ShmWork(self.progress, outs.tensors, outs.finish)
         work.note = ("recv", peer, tag, data.numel())
+        work.shape = tuple(tensors[0].shape)
         return self.progress.start_mail(work, lambda w: self.progress.mail.receive(data, peer, tag, w), False)
 
     def recv_anysource(self, tensors: list[Tensor], tag: int) -> ShmWork:

@@ -230,10 +230,11 @@ class Mail:
         self._out.clear()
         self._in.clear()
 
-    def note(self, op: str, peer: int, tag: int, size: int, waiting: bool) -> None:
+    def note(self, op: str, peer: int, tag: int, size: int, shape: tuple[int, ...], waiting: bool) -> None:
         """Record that this rank waits in a send or receive, or does no more."""
         words, me = self.segment.words, self.segment.me
         if waiting:
             words[me + at.P2P_PEER], words[me + at.P2P_TAG], words[me + at.P2P_BYTES] = peer, tag, size
             words[me + at.P2P_TIME] = now()
+            at.write_shape(words, me + at.P2P_SHAPE, shape)
         words[me + at.P2P_OP] = at.OPS.index(op) if waiting else 0

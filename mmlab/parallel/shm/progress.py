@@ -47,7 +47,7 @@ class Progress:
         self.queue: deque[ShmWork] = deque()
         self.mail = Mail(segment)
         self.error: BaseException | None = None
-        self._calls = 0
+        self.calls = 0
         self._waiters = 0
         self._handed = 0.0
         self._wanted = threading.Event()
@@ -58,21 +58,22 @@ class Progress:
         """Issue a collective; `steps(number)` makes its generator."""
         with self.lock:
             self._usable()
-            self._calls += 1
-            work.call = (op, bytes_, self._calls)
+            self.calls += 1
+            work.call = (op, bytes_, self.calls)
             work.deadline = time.monotonic() + self.timeout
-            work.steps = steps(self._calls)
+            work.steps = steps(self.calls)
             self.queue.append(work)
             self.advance()
             if background and not work.done:
                 self.hand_over()
         return work
 
-    def _enter(self, op: str, bytes_: int, number: int) -> None:
+    def _enter(self, op: str, bytes_: int, number: int, shape: tuple[int, ...]) -> None:
         """Record that this rank enters a call, for `read_calls`."""
         words, me = self.segment.words, self.segment.me
         words[me + at.CALL_OP], words[me + at.CALL_BYTES] = _OPS[op], bytes_
         words[me + at.CALL_TIME] = now()
+        at.write_shape(words, me + at.CALL_SHAPE, shape)
         words[me + at.CALL] = number
 
     def start_mail(self, work: ShmWork, post: Callable[[ShmWork], None], background: bool) -> ShmWork:
@@ -104,7 +105,7 @@ class Progress:
                 assert steps is not None
                 assert work.call is not None
                 if needs is None:
-                    self._enter(*work.call)
+                    self._enter(*work.call, work.shape)
                 try:
                     while True:
                         if needs is not None:
@@ -163,7 +164,7 @@ class Progress:
             work.noted = waiting
             with self.lock:
                 if self.segment.mapped is not None:
-                    self.mail.note(*work.note, waiting)
+                    self.mail.note(*work.note, work.shape, waiting)
 
     def _drive(self, work: ShmWork, deadline: float) -> None:
         if self._spin(work):

@@ -97,6 +97,12 @@ class Segment:
         self.words[self.me + at.PID] = os.getpid()
         self.words[self.me + at.STARTED] = at.process_start(os.getpid())
 
+    def write_name(self, name: str) -> None:
+        """Name the group for whoever looks from outside; any rank may, all write the same."""
+        text = name.encode()[: at.NAME_BYTES].ljust(at.NAME_BYTES, b"\0")
+        for index in range(at.NAME_BYTES // 8):
+            self.words[at.NAME + index] = int.from_bytes(text[8 * index : 8 * index + 8], "little", signed=True)
+
     def put_words(self, offset: int, values: list[int]) -> None:
         """Write words at an offset in bytes."""
         for index, value in enumerate(values, offset // 8):
@@ -159,9 +165,7 @@ class Segment:
 def _write_header(segment: Segment, token: int, name: str, ranks: list[int]) -> None:
     words, layout = segment.words, segment.layout
     words[at.RANKS], words[at.SLOT_BYTES], words[at.RING_BYTES] = layout.ranks, layout.slot, layout.ring
-    text = name.encode()[: at.NAME_BYTES].ljust(at.NAME_BYTES, b"\0")
-    for index in range(at.NAME_BYTES // 8):
-        words[at.NAME + index] = int.from_bytes(text[8 * index : 8 * index + 8], "little", signed=True)
+    segment.write_name(name)
     for index, rank in enumerate(ranks):
         words[at.GLOBAL + index] = rank
     words[at.TOKEN] = token

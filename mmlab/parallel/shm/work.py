@@ -29,6 +29,7 @@ class ShmWork(dist._Work):
     needs: tuple[int, int] | None = None  # what the generator waits for
     steps: Steps | None = None
     call: tuple[str, int, int] | None = None  # of a collective: op, bytes, number
+    shape: tuple[int, ...] = ()  # of the (first) tensor
     note: tuple[str, int, int, int] | None = None  # of a send or receive: op, peer, tag, bytes
     noted = False  # whether the record of calls says that this rank waits in it
     source = -1

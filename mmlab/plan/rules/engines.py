@@ -21,7 +21,7 @@ def engine_count(plan: Plan, engines: int) -> Iterator[Problem]:
         yield Problem("parallel", message, Fix(f"start at least {least} engines"))
         return
     changed = [key for key, value in best.items() if get(plan, key) != value]
-    overrides = tuple(f"{key}={best[key]}" for key in changed)
+    overrides = tuple(f"{key}={str(best[key]).lower()}" for key in changed)
     yield Problem(changed[0], message, Fix(f"start {plan.world_size} engines, or use fewer ranks", overrides))
 
 
@@ -30,17 +30,20 @@ def _fit(plan: Plan, engines: int) -> dict[str, int] | None:
     p = plan.parallel
     own = p.vision_dp if p.vision == "own_ranks" else 0
     candidates = [
-        (vision + dp * pp * p.cp * tp, pp, tp, vision, dp)
+        (vision + dp * pp * cp * tp, pp, tp, cp, vision, dp)
         for dp in range(1, p.dp + 1)
         if p.dp % dp == 0
         for vision in (range(1, own + 1) if own else (0,))
         for pp in range(1, p.pp + 1)
         for tp in range(1, p.tp + 1)
         if p.tp % tp == 0
+        for cp in range(1, p.cp + 1)
+        if p.cp % cp == 0
     ]
     fitting = [candidate for candidate in candidates if candidate[0] <= engines]
     if not fitting:
         return None
-    _, pp, tp, vision, dp = max(fitting)
-    degrees = {"parallel.dp": dp, "parallel.vision_dp": vision, "parallel.pp": pp, "parallel.tp": tp}
-    return degrees if own else {key: value for key, value in degrees.items() if key != "parallel.vision_dp"}
+    _, pp, tp, cp, vision, dp = max(fitting)
+    sp = p.sp and tp > 1
+    degrees = {"dp": dp, "vision_dp": vision, "pp": pp, "tp": tp, "cp": cp, "sp": sp}
+    return {f"parallel.{key}": value for key, value in degrees.items() if key != "vision_dp" or own}

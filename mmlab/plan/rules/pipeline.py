@@ -34,11 +34,10 @@ def interleaved_microbatches(plan: Plan) -> Iterator[Problem]:
 
 
 def sharded_schedule(plan: Plan) -> Iterator[Problem]:
-    """FSDP2 reduces what one backward has gathered: it would lose gradients of other chunks and of put-off weights."""
+    """FSDP2 reduces when a backward ends: it would lose the gradients of weights that a schedule puts off."""
     p = plan.parallel
-    if p.sharding in ("zero2", "zero3") and p.schedule in ("interleaved", "zb_h1", "zb_v"):
-        why = "backward in two halves" if p.splits_backward else "several model chunks on a rank"
-        message = f"{p.sharding} would lose gradients under {p.schedule} ({why}); zero1 keeps gradients whole."
+    if p.sharding in ("zero2", "zero3") and p.splits_backward:
+        message = f"{p.sharding} would lose the weight gradients that {p.schedule} puts off; zero1 keeps them whole."
         yield Problem("parallel.sharding", message, Fix("share the optimizer alone", ("parallel.sharding=zero1",)))
 
 

@@ -203,7 +203,8 @@ class Board {
     this.n.addEventListener("keydown", (event) => { event.stopPropagation(); if (event.key === "Enter") step(); });
     this.buttons = [this.toggle, button("Step", step, "Run that many steps, then pause"), this.n,
       button("Checkpoint", () => this.command("checkpoint"), "Save after the step under way"),
-      button("Stop", () => this.stop(), "End the run after the step under way", { class: "mm-stop" })];
+      button("Stop", (event) => this.surely(event.target, "Stop"), "End the run after the step under way", { class: "mm-stop" }),
+      button("Abort", (event) => this.surely(event.target, "Abort"), "End the run at once, also one that is stuck; nothing is saved", { class: "mm-abort" })];
     this.buttons.forEach((node, index) => node.addEventListener("click", () => { this.store.used = { index, at: Date.now() }; }));
     this.said = make("span", { class: "mm-said", role: "status", "aria-live": "polite" });
     this.root.append(make("div", { class: "mm-tools", role: "toolbar", "aria-label": "Steer the run" }, ...this.buttons, this.said));
@@ -356,12 +357,14 @@ class Board {
     this.store.send({ kind: "command", token, verb, args });
   }
 
-  stop() {
-    const button = this.buttons.at(-1);
-    if (button.dataset.sure) { this.command("stop"); }
-    else { button.dataset.sure = "1"; put(button, "Really stop"); }
+  /* What ends the run takes a second click. */
+  surely(button, label) {
+    if (button.dataset.sure) { this.command(label.toLowerCase()); }
+    else { button.dataset.sure = label; put(button, `Really ${label.toLowerCase()}`); }
     clearTimeout(this.sure);
-    this.sure = setTimeout(() => { delete button.dataset.sure; put(button, "Stop"); }, 4000);
+    this.sure = setTimeout(() => {
+      for (const each of this.buttons.filter((one) => one.dataset.sure)) { put(each, each.dataset.sure); delete each.dataset.sure; }
+    }, 4000);
   }
 
   showCommands() {

@@ -73,6 +73,8 @@ SHARED = {
     "zero1": ("parallel.sharding=zero1",),
     "zero2": ("parallel.sharding=zero2", "parallel.pp=2"),
     "zero3": ("parallel.sharding=zero3", "model.language.tied_embeddings=false"),
+    "zero3, context parallel": ("parallel.sharding=zero3", "parallel.cp=2", "parallel.vision_dp=2"),
+    "zero3, image scope": ("parallel.sharding=zero3", "parallel.cp=2", "parallel.cp_scope=image"),
     "zero3, all modules": (
         "parallel.sharding=zero3", "parallel.tp=2", "parallel.vision_dp=2", "parallel.projector=first_stage",
         "sharding.vision=layer", "sharding.projector=module",

@@ -1,0 +1,131 @@
+"""A run that is stuck: the doctor says who holds it up, an abort frees the ranks, the same processes train again."""
+
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+from live import LiveRun
+from test_run import make_plan  # tests/train/test_run.py
+
+from mmlab.cluster.verify import verify
+from mmlab.messages import read_beacons, wait_ack, write_json
+from mmlab.plan import Plan
+from mmlab.tracking.doctor import diagnose
+from mmlab.tracking.record import RunRecord
+
+PLANS = Path(__file__).parents[1] / "plans"
+HANG = ("hang", 2, 3, "backward")
+
+
+def stuck_run(pool, plan, folder, fault):
+    """A run whose rank is in its fault, and its record."""
+    _, rank, step, phase = fault
+    run = LiveRun(pool, plan, folder, fault=fault)
+    write_json(run.paths.run, {"id": "run", "generation": 1, "world_size": plan.world_size, "steps": 9})
+    run.wait_for(lambda: [b for b in read_beacons(run.paths.ranks) if (b.rank, b.step, b.phase) == (rank, step, phase)])
+    return run, RunRecord(folder)
+
+
+def seen(record, condition):
+    """The first diagnosis that satisfies a condition: ranks need a moment until all wait."""
+    end = time.monotonic() + 30
+    while not condition(found := diagnose(record)):
+        assert time.monotonic() < end, found.text
+        time.sleep(0.1)
+    return found
+
+
+def abort(run):
+    """Abort: the ranks' last states, seconds until the log says so, and seconds until each rank has left."""
+    command = run.command("abort", generation=1)
+    ack = wait_ack(run.paths.control, command.id, 20)
+    assert ack is not None
+    assert ack.ok, ack.message
+    states = run.join()
+    ended = [e for e in run.events("state") if e["state"] == "stopped"]
+    assert len(ended) == 1
+    assert ended[0]["reason"].startswith("aborted (test); rank ")
+    left = {b.rank: b.updated - command.time for b in read_beacons(run.paths.ranks)}
+    print(f"aborted: logged after {ended[0]['t'] - command.time:.2f} s, ranks left after", left)
+    return states, ended[0]["t"] - command.time, left
+
+
+@pytest.mark.parametrize("collectives", ["shm", "gloo"])
+def test_the_doctor_names_the_rank_that_hangs_and_an_abort_frees_all(pool, shards, tmp_path, collectives):
+    plan = make_plan(shards, f"cluster.collectives={collectives}", "train.steps=100000")
+    run, record = stuck_run(pool, plan, tmp_path / "run", HANG)
+    found = seen(record, lambda d: d.missing == [2] and len(d.waits) >= 2)
+    calls = {(w.op, w.group, w.missing) for w in found.waits}
+    assert ("recv", "backward", (2,)) in calls  # the stage before waits for the gradient of its output
+    (wait,) = [w for w in found.waits if w.rank == 1]
+    assert wait.shape == (wait.shape[0], plan.model.language.hidden)
+    assert "train_functions.py" in found.ranks[2].where
+    assert found.ranks[2].where.endswith(" in fault")
+    assert "mmlab/parallel/exchange.py" in found.ranks[1].where
+    for text in ("rank 2 (stage 1 tp 0)", "backward of step 3", "train_functions.py", "run.abort()"):
+        assert text in found.text
+        assert text in found._repr_html_()
+    states, logged, left = abort(run)
+    assert states == ["stopped"] * 3
+    assert logged < 5
+    assert max(left.values()) < 10
+    assert not list((run.paths.failures / "generation-1").glob("rank-*.json"))
+    assert RunRecord(tmp_path / "run").status()["state"] == "stopped"
+    again = LiveRun(pool, make_plan(shards, "train.steps=2"), tmp_path / "again")  # the same processes
+    assert again.join() == ["finished"] * 3
+
+
+@pytest.mark.parametrize("collectives", ["shm", "gloo"])
+def test_a_collective_that_one_rank_has_not_joined_is_named(pool, shards, tmp_path, collectives):
+    plan = make_plan(shards, f"cluster.collectives={collectives}", "train.steps=100000")
+    run, record = stuck_run(pool, plan, tmp_path / "run", ("hang", 0, 3, "reduce"))
+    found = seen(record, lambda d: d.missing == [0] and {w.rank for w in d.waits if w.op == "all_reduce"} == {1, 2})
+    wait = next(w for w in found.waits if w.op == "all_reduce")
+    assert (wait.group, wait.members, wait.missing) == ("control", (0, 1, 2), (0,))
+    assert wait.number > 3
+    assert f"rank 0 (vision 0) has not joined {wait.call}, where ranks 1, 2 wait" in found.text
+    states, _, _ = abort(run)
+    assert states == ["stopped"] * 3
+
+
+def test_a_stopped_process_and_one_whose_interpreter_is_blocked_are_shown(pool, shards, tmp_path):
+    plan = make_plan(shards, "train.steps=100000")
+    run, record = stuck_run(pool, plan, tmp_path / "run", ("hold", 2, 3, "forward"))
+    found = seen(record, lambda d: len(d.ranks) == 3 and d.ranks[2].frames)
+    assert found.ranks[2].where.endswith(" in fault")  # written by the signal handler
+    run.wait_step(3)
+    os.kill(pool.pids[1], signal.SIGSTOP)
+    try:
+        found = seen(record, lambda d: d.ranks[1].process == "stopped" and 1 in d.missing and d.waits)
+        assert "its process is stopped (SIGSTOP)" in found.text
+    finally:
+        os.kill(pool.pids[1], signal.SIGCONT)
+    states, _, _ = abort(run)
+    assert states == ["stopped"] * 3
+
+
+def test_an_abort_during_a_pause_and_one_of_an_earlier_generation(pool, shards, tmp_path):
+    run = LiveRun(pool, make_plan(shards, "train.steps=100000"), tmp_path / "run")
+    assert run.do("pause").ok
+    late = run.do("abort", generation=0)
+    assert not late.ok
+    assert "earlier generation" in late.message
+    states, _, _ = abort(run)
+    assert states == ["stopped"] * 3
+
+
+def test_after_an_abort_inside_backward_under_zero3_the_same_processes_are_exact(pool, shards, tmp_path):
+    plan = Plan.load(str(PLANS / "zero3-tensor.toml")).with_({"data.path": str(shards), "data.held_out": ""})
+    pool.grow(plan.world_size)
+    last = plan.world_size - 1
+    run, record = stuck_run(pool, plan.with_("train.steps=1000"), tmp_path / "run", ("hang", last, 2, "backward"))
+    seen(record, lambda d: d.missing == [last] and d.waits)
+    pids = pool.pids
+    states, _, _ = abort(run)
+    assert set(states) == {"stopped"}
+    result = verify(plan, pool=pool)
+    assert pool.pids == pids
+    assert result["ok"], result
+    assert max(result["max_rel_grad"], result["max_rel_param"]) <= 1e-9
