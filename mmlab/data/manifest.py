@@ -41,13 +41,15 @@ class ManifestSample:
 class Split:
     """How a global batch is divided: `dp` replicas, `microbatches` on each, `owners` ranks that encode images.
 
-    `local`: each replica has an equal share of the owners to itself, in order, and no other encodes its images.
-    `together`: microbatches whose images are encoded at once; owners are balanced over these.
+    Where owners are ranks of the replicas, `stride` of them in a row belong to one replica, the next to the next, and
+    round again; 0 where they belong to none. `local`: no image leaves its replica. `together`: microbatches whose
+    images are encoded at once; owners are balanced over these.
     """
 
     dp: int = 1
     microbatches: int = 1
     owners: int = 1
+    stride: int = 0
     local: bool = False
     together: int = 1
 
@@ -55,18 +57,22 @@ class Split:
     def of(cls, plan: Plan) -> Split:
         """The plan's: encoder ranks, those of each replica's first stage, or all ranks own images."""
         p = plan.parallel
-        grid = p.dp * p.cp * p.tp
+        grid, stride = p.dp * p.cp * p.tp, p.cp * p.tp
         owners = {"own_ranks": p.vision_dp, "first_stage": grid, "all_ranks": grid * p.pp}[p.vision]
-        return cls(p.dp, p.microbatches, owners, p.vision == "first_stage", p.encoder_batch)
+        stride = 0 if p.vision == "own_ranks" else stride
+        return cls(p.dp, p.microbatches, owners, stride, p.vision == "first_stage", p.encoder_batch)
 
     def one_replica(self) -> Split:
         """The same owners for a batch that replica 0 computes alone, as one microbatch."""
-        return Split(1, 1, self.owners // self.dp if self.local else self.owners, self.local)
+        return Split(1, 1, self.stride if self.local else self.owners, self.stride, self.local)
 
-    def owners_of(self, dp: int) -> range:
+    def belongs(self, owner: int, dp: int) -> bool:
+        """Whether an owner is one of a replica's own ranks."""
+        return self.stride > 0 and owner // self.stride % self.dp == dp
+
+    def owners_of(self, dp: int) -> list[int]:
         """Owners among which the images of a replica are divided."""
-        share = self.owners // self.dp
-        return range(dp * share, (dp + 1) * share) if self.local else range(self.owners)
+        return [owner for owner in range(self.owners) if not self.local or self.belongs(owner, dp)]
 
 
 @dataclass(frozen=True)
@@ -120,21 +126,28 @@ class StepManifest:
     @cached_property
     def _owners(self) -> tuple[int, ...]:
         """Owner of each position, -1 without images. Greedy, largest first (Graham 1969, longest processing time):
-        the least loaded of the microbatches encoded together, then of the step, then the first."""
+        the least loaded of the microbatches encoded together, then of the step, then one of the sample's own replica.
+        Replicas take turns, so that with equal images each encodes its own."""
         split = self.split
         owners = [-1] * len(self.samples)
         step_load = [0] * split.owners
+        among = [split.owners_of(dp) for dp in range(split.dp)]
         span = self.microbatch_size * split.dp * split.together
         for start in range(0, len(self.samples), span):
             load = [0] * split.owners
             with_images = [i for i in range(start, min(start + span, len(owners))) if self.samples[i].tiles]
-            for i in sorted(with_images, key=lambda i: (-self.samples[i].tiles, i)):
-                among = split.owners_of(self.microbatch_of(i)[0])
-                owner = min(among, key=lambda o: (load[o], step_load[o], o))
+            for i in sorted(with_images, key=self._turn):
+                dp, _ = self.microbatch_of(i)
+                owner = min(among[dp], key=lambda o: (load[o], step_load[o], not split.belongs(o, dp), o))
                 owners[i] = owner
                 load[owner] += self.samples[i].tiles
                 step_load[owner] += self.samples[i].tiles
         return tuple(owners)
+
+    def _turn(self, position: int) -> tuple[int, int, int, int]:
+        """Sorts positions into the order in which they get owners."""
+        dp, m = self.microbatch_of(position)
+        return -self.samples[position].tiles, m, position % self.microbatch_size, dp
 
     def owner(self, position: int) -> int:
         """Which of the `split.owners` encoders decodes and encodes this sample's images; -1 if it has none."""

@@ -47,8 +47,25 @@ class Mesh:
     backward: Link
     traffic: Traffic
     shards: Mapping[str, ShardGroup] = field(default_factory=dict)
+    token_links: tuple[Link, Link] | None = None
+    """Links of image tokens and of their gradients, where they cannot share those of the pipeline."""
     closing: list[Callable[[], None]] = field(default_factory=list)
     """What is to be ended before the groups are, the last one first."""
+
+    @property
+    def tokens(self) -> Link:
+        """What image tokens travel by."""
+        return self.token_links[0] if self.token_links else self.forward
+
+    @property
+    def token_grads(self) -> Link:
+        """What gradients of image tokens travel by."""
+        return self.token_links[1] if self.token_links else self.backward
+
+    @property
+    def links(self) -> list[Link]:
+        """All links."""
+        return [self.forward, self.backward, *(self.token_links or ())]
 
     @property
     def transports(self) -> list[str]:
@@ -135,14 +152,31 @@ def build_mesh(plan: Plan, layout: Layout, rank: int, store: dist.Store | None, 
         layout, place, device, control, tp, cp, reductions, embedding,
         Link(forward, rank, device, traffic, forward_down),
         Link(backward, rank, device, traffic, backward_down), traffic, shards,
+        _token_links(layout, rank, device, traffic),
     )  # fmt: skip
+
+
+def _token_links(layout: Layout, rank: int, device: torch.device, traffic: Traffic) -> tuple[Link, Link] | None:
+    """Links for image tokens alone where ranks of the pipeline encode, on CUDA.
+
+    NCCL runs the transfers of one pair of ranks in the order in which they were issued, and such ranks send tokens to
+    each other and against the direction of activations. Ranks of the encoder's own only send forward; on CPU tags tell
+    messages apart and sends never wait.
+    """
+    if device.type != "cuda" or layout.first:
+        return None
+    everyone = [place.rank for place in layout.places]
+    up, down, grads_up, grads_down = (
+        _my_group([everyone], rank, what) for what in ("tokens", "tokens down", "token grads", "token grads down")
+    )
+    return Link(up, rank, device, traffic, down), Link(grads_up, rank, device, traffic, grads_down)
 
 
 def close_mesh(mesh: Mesh) -> None:
     """End the groups of this rank, and before them what works with them."""
     while mesh.closing:
         mesh.closing.pop()()
-    for link in (mesh.forward, mesh.backward):
+    for link in mesh.links:
         link.drop()
     if dist.is_initialized():
         dist.destroy_process_group()

@@ -48,7 +48,8 @@ def layout_rows(layout: Layout) -> list[list[str]]:
     rows = []
     for place in layout.places:
         share = rank_share(layout.plan, layout, place)
-        note = " (frozen)" if share.trained == 0 else ""
+        partly = f" ({amount(share.trained)} trained)" if share.frozen else ""
+        note = " (frozen)" if share.trained == 0 else partly
         row = [str(place.rank), str(place.node), place.label, _layers(layout, place)]
         state = amount(share.state_bytes, "B")
         state += f" + {amount(share.gathered_bytes, 'B')} gathered" if share.gathered_bytes else ""

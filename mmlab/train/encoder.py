@@ -119,7 +119,7 @@ class EncoderRunner:
             offset += count
             route = Route(self.mesh.layout, self.manifest, replica, microbatch)
             for rank, piece in route.receivers(self.owner):
-                self.mesh.forward.send(rows[piece.start : piece.stop], rank, "tokens", microbatch)
+                self.mesh.tokens.send(rows[piece.start : piece.stop], rank, "tokens", microbatch)
 
     def recv_token_grads(self, op: Op) -> None:
         """Receive the gradients of this rank's rows; what context-parallel ranks give back is summed."""
@@ -130,7 +130,7 @@ class EncoderRunner:
             route = Route(self.mesh.layout, self.manifest, replica, microbatch)
             for rank, piece in route.returners(self.owner):
                 shape = (piece.stop - piece.start, grad.shape[1])
-                grad[piece.start : piece.stop] += self.mesh.backward.recv(
+                grad[piece.start : piece.stop] += self.mesh.token_grads.recv(
                     shape, grad.dtype, rank, "token_grads", microbatch
                 )
             grads.append(grad)

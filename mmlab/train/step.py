@@ -209,7 +209,7 @@ class HybridStep:
 
     def flush(self) -> None:
         """Wait until everything sent has left."""
-        for link in (self.mesh.forward, self.mesh.backward):
+        for link in self.mesh.links:
             link.flush()
 
     def train(

@@ -135,7 +135,7 @@ class TokenExchange:
 
     def receive(self, manifest: StepManifest, microbatch: int) -> Tensor:
         """Image tokens [N*P, D] of a microbatch of this rank's replica, in the order of its images."""
-        link, place = self.mesh.forward, self.mesh.place
+        link, place = self.mesh.tokens, self.mesh.place
         route = self._route(manifest, microbatch)
         pieces = route.incoming(place.cp, place.tp)
         parts = [
@@ -172,4 +172,4 @@ class TokenExchange:
         for piece in route.outgoing(place.cp, place.tp):
             peer = self.mesh.layout.vision_ranks[piece.owner]
             rows = grad[route.index([piece]).to(grad.device)]
-            self.mesh.backward.send(rows, peer, "token_grads", microbatch)
+            self.mesh.token_grads.send(rows, peer, "token_grads", microbatch)

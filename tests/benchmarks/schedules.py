@@ -89,9 +89,7 @@ def peers(pool: RankPool, schedule: str, pp: int, m: int, rounds: int, tokens: i
     row["losses"] = {side: max(each["loss"][side] for each in found) for side in found[0]["loss"]}
     for side in found[0]["steps"]:
         steps = list(zip(*(each["steps"][side] for each in found), strict=True))
-        row[side] = statistics.median(
-            max(end for _, end, _ in step) - min(start for start, _, _ in step) for step in steps
-        )
+        row[side] = statistics.median(max(each[1] for each in step) - min(each[0] for each in step) for step in steps)
         row[f"{side}_cpu"] = statistics.median(sum(each[2] for each in step) for step in steps)
         row[f"{side}_bubble"] = statistics.median(bubble(timeline([busy for *_, busy in step])) for step in steps)
     return row | {"ratio_gloo": row["torch"] / row["gloo"], "ratio_shm": row["torch"] / row["shm"]}

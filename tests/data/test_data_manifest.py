@@ -10,7 +10,10 @@ from mmlab.data.pipeline import DataSource
 
 splits = st.builds(Split, st.integers(1, 4), st.integers(1, 4), st.integers(1, 5), together=st.integers(1, 4))
 local_splits = st.builds(
-    lambda dp, m, ranks: Split(dp, m, dp * ranks, local=True), st.integers(1, 4), st.integers(1, 4), st.integers(1, 4)
+    lambda dp, m, ranks: Split(dp, m, dp * ranks, ranks, local=True),
+    st.integers(1, 4),
+    st.integers(1, 4),
+    st.integers(1, 4),
 )
 
 
@@ -61,6 +64,14 @@ def test_local_owners_take_the_images_of_their_own_replica_in_equal_parts(manife
     assert {alone.owner(i) for i in range(len(alone.samples))} <= {-1, *split.owners_of(0)}
 
 
+@pytest.mark.parametrize("pp", [1, 2])
+def test_with_equal_images_each_replica_encodes_its_own(pp):
+    split = Split(dp=2, microbatches=2, owners=2 * 2 * pp, stride=2)
+    manifest = manifest_of([1] * 32, split)
+    assert all(split.belongs(manifest.owner(i), manifest.microbatch_of(i)[0]) for i in range(32))
+    assert {len(manifest.owned(owner)) for owner in range(split.owners)} == {32 // split.owners}
+
+
 def test_single_images_are_spread_over_the_step_too():
     manifest = manifest_of([1, 0, 1, 0, 1, 0, 1, 0], Split(dp=1, microbatches=4, owners=2))
     assert sorted(len(manifest.owned(owner)) for owner in range(2)) == [2, 2]
@@ -81,9 +92,9 @@ def test_split_of_a_plan():
     plan = small_plan("x", parallel={"vision": "own_ranks", "vision_dp": 3, "dp": 2, "microbatches": 2})
     assert Split.of(plan) == Split(2, 2, 3)
     merged = small_plan("x", parallel={"vision": "first_stage", "vision_dp": 0, "dp": 2, "pp": 2})
-    assert Split.of(merged) == Split(2, 1, 2, local=True)
+    assert Split.of(merged) == Split(2, 1, 2, stride=1, local=True)
     spread = {"vision": "all_ranks", "vision_dp": 0, "dp": 2, "pp": 2, "tp": 2, "microbatches": 4, "encoder_batch": 2}
-    assert Split.of(small_plan("x", parallel=spread)) == Split(2, 4, 8, together=2)
+    assert Split.of(small_plan("x", parallel=spread)) == Split(2, 4, 8, stride=2, together=2)
 
 
 @pytest.mark.parametrize("split", [Split(2, 1, 1), Split(1, 2, 3), Split(2, 2, 2), Split(4, 1, 4)])

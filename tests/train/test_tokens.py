@@ -106,6 +106,7 @@ ONE_STAGE = ("parallel.vision_dp=0", "parallel.pp=1")
 BYTES = [  # rows of image tokens that travel, in multiples of the images' own
     (("parallel.vision=first_stage", "parallel.dp=2", *ONE_STAGE), 0),
     (("parallel.vision=first_stage", "parallel.tp=2", *ONE_STAGE), 1),  # each row to one other rank, no gradient
+    (("parallel.vision=all_ranks", "parallel.dp=2", "data.global_batch=4", *ONE_STAGE), 0),
     (("parallel.vision_dp=2", "parallel.tp=2", "parallel.pp=1"), 3),  # to two ranks, gradient from one
     (("parallel.vision_dp=2", "parallel.tp=2", "parallel.pp=1", "parallel.transfer=all_gather"), 3),  # half a row twice
 ]
