@@ -28,6 +28,7 @@ from mmlab.tracking.progress import current_shell, in_kernel, report_unseen
 from mmlab.tracking.record import ENDED, RunRecord, list_runs
 from mmlab.tracking.sent import Sent, WaitTimeout
 from mmlab.tracking.steered import Steered
+from mmlab.tracking.traffic import TrafficTable
 from mmlab.tracking.waiting import POLL, next_generation, reached, wait_for
 
 WORKER = "mmlab.train.worker"
@@ -112,6 +113,11 @@ class Run(Steered):
     def log(self, rank: int, follow: bool = False, lines: int | None = None) -> str | Iterator[str]:
         """What a rank printed; with `follow`, an iterator over its lines as they come, until the run has ended."""
         return self._record.follow_log(rank) if follow else self._record.log(rank, lines)
+
+    def traffic(self) -> TrafficTable:
+        """Who talks to whom: groups of ranks, bytes a step as counted, time under way and waited for; a table."""
+        self._record.events()
+        return self._record.traffic()
 
     def doctor(self) -> Diagnosis:
         """What holds the run up: which rank has not joined which call of which group, and where in its code it is.

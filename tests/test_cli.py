@@ -77,7 +77,7 @@ def applied(run: SyntheticRun) -> list[tuple[str, dict[str, Any]]]:
 def test_help_lists_all_commands_without_loading_what_computes(command: Command) -> None:
     code, out, _ = command("--help")
     assert code == 0
-    verbs = "pause resume step set checkpoint restore stop"
+    verbs = "pause resume step set checkpoint restore stop doctor abort"
     for name in f"demo run new check layout balance verify data runs show {verbs} lab labs close".split():
         assert f" {name} " in out
     script = "import sys, mmlab.cli; mmlab.cli.build_app(); print(*(m for m in sys.modules if '.' not in m))"
@@ -171,6 +171,7 @@ def test_unwritable_run_folder_is_named(command: Command, tmp_path: Path, monkey
         (("checkpoint",), "checkpoint", {}),
         (("checkpoint", "good"), "checkpoint", {"name": "good"}),
         (("stop",), "stop", {}),
+        (("abort",), "abort", {"generation": 0}),
     ],
 )  # fmt: skip
 @pytest.mark.usefixtures("answering")
@@ -192,6 +193,16 @@ def test_set_refuses_what_cannot_change_and_what_is_no_pair(command: Command, ru
     assert code == 1
     assert "KEY=VALUE" in err
     assert applied(run) == []
+
+
+def test_doctor_says_what_each_rank_does(command: Command, run: SyntheticRun) -> None:
+    code, out, _ = command("doctor", "last")
+    assert code == 0
+    assert f"run {run.dir.name}: running" in out
+    run.finish()
+    code, out, _ = command("doctor", "last")
+    assert code == 0
+    assert "no rank of it is at work" in out
 
 
 def test_an_ended_run_is_not_steered(command: Command, run: SyntheticRun) -> None:

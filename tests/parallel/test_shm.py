@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import shm_draw
 import shm_functions
 import torch
 
@@ -30,13 +31,13 @@ def assert_same(left, right):
 def test_a_random_sequence_of_calls_equals_gloo(pool, ranks):
     pool.grow(ranks)
     for seed in range(2):
-        ours, theirs = (pool.run(shm_functions.sequence, backend, seed, 60, ranks=ranks) for backend in ("shm", "gloo"))
+        ours, theirs = (pool.run(shm_draw.sequence, backend, seed, 60, ranks=ranks) for backend in ("shm", "gloo"))
         for rank in range(ranks):
             assert_same(ours[rank], theirs[rank])
 
 
 def test_threads_with_a_group_each(pool):
-    ours, theirs = (pool.run(shm_functions.several_groups, backend, 25, ranks=2) for backend in ("shm", "gloo"))
+    ours, theirs = (pool.run(shm_draw.several_groups, backend, 25, ranks=2) for backend in ("shm", "gloo"))
     for rank in range(2):
         for thread in range(3):
             assert_same(ours[rank][thread], theirs[rank][thread])

@@ -6,9 +6,9 @@ from typer.testing import CliRunner
 
 from mmlab.cli import build_app
 from mmlab.data.pipeline import DataSource
+from mmlab.lab import Run
 from mmlab.messages.runs import create_run
 from mmlab.plan import Plan
-from mmlab.tracking.record import RunRecord
 
 FP32 = 4
 
@@ -69,9 +69,7 @@ def test_a_run_shows_its_traffic(pool, shards, tmp_path):
     plan = Plan.load("laptop").with_({"data.path": str(shards), "data.held_out": ""}, "train.steps=3")
     paths = create_run(tmp_path, plan.name, plan.dumps(), plan.world_size, plan.train.steps)
     LiveRun(pool, plan, paths.root).join()
-    record = RunRecord(paths.root)
-    record.events()
-    table = record.traffic()
+    table = Run.open(paths.root).traffic()
     assert [row.axis for row in table.rows] == ["pp", "tokens", "embedding"]
     assert table.steps == 3
     assert table.rows[0].groups == [[1, 2]]
