@@ -106,6 +106,24 @@ def step_results(rank, world, host, port, plan_text, steps):
     return results
 
 
+<<<<<<< HEAD
 def threads(rank, world, host, port):
     """Names of this rank's threads."""
     return [thread.name for thread in threading.enumerate()]
+=======
+def persisted(rank, world, host, port, plan_text):
+    """Elements that a live ZeRO-3 engine keeps whole, by module, and the sizes of what it does not."""
+    plan = Plan.loads(plan_text)
+    mesh = build_mesh(plan, plan.layout(), rank, dist.TCPStore(host, port, is_master=False), torch.device("cpu"))
+    try:
+        engine = build(plan, mesh).zero.engine
+        kept, cut = {}, []
+        for name, param in (engine.params | engine.frozen).items():
+            if param.ds_persist:
+                kept[name.split(".")[0]] = kept.get(name.split(".")[0], 0) + param.ds_numel
+            else:
+                cut.append((name.split(".")[0], len(param.ds_shape)))
+        return kept, cut
+    finally:
+        close_mesh(mesh)
+>>>>>>> main
