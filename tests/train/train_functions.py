@@ -106,11 +106,11 @@ def step_results(rank, world, host, port, plan_text, steps):
     return results
 
 
-<<<<<<< HEAD
 def threads(rank, world, host, port):
     """Names of this rank's threads."""
     return [thread.name for thread in threading.enumerate()]
-=======
+
+
 def persisted(rank, world, host, port, plan_text):
     """Elements that a live ZeRO-3 engine keeps whole, by module, and the sizes of what it does not."""
     plan = Plan.loads(plan_text)
@@ -126,4 +126,3 @@ def persisted(rank, world, host, port, plan_text):
         return kept, cut
     finally:
         close_mesh(mesh)
->>>>>>> main
