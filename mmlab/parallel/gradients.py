@@ -11,6 +11,7 @@ same order whatever the timing, also when one had no image.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -116,9 +117,18 @@ def _split(trained: list[Trained], bucket_bytes: float) -> Iterable[list[Trained
         yield members
 
 
+def covered(spans: Iterable[tuple[float, float]]) -> float:
+    """Length of the union of (start, end) spans: buckets under way at the same time count once."""
+    total, until = 0.0, -math.inf
+    for start, end in sorted(spans):
+        total += max(0.0, end - max(start, until))
+        until = max(until, end)
+    return total
+
+
 @dataclass(frozen=True)
 class Overlap:
-    """How long a module's gradients were under way in a step, and how much of it the rank waited for; seconds."""
+    """How long any of a module's gradients were under way in a step, and how long the rank waited for them; seconds."""
 
     seconds: float = 0.0
     exposed: float = 0.0
@@ -249,7 +259,8 @@ class Reducer:
             )
 
     def _wait(self) -> None:
-        seconds, exposed = dict.fromkeys(MODULES, 0.0), dict.fromkeys(MODULES, 0.0)
+        exposed = dict.fromkeys(MODULES, 0.0)
+        under_way: dict[str, list[tuple[float, float]]] = {module: [] for module in MODULES}
         for bucket in (*self.buckets, *self.partial):
             bucket.missing = {t.name for t in bucket.members}
             if bucket.work is None:
@@ -258,9 +269,9 @@ class Reducer:
             bucket.work.wait()
             now = time.perf_counter()
             exposed[bucket.module] += now - began
-            seconds[bucket.module] += (bucket.ended or now) - bucket.started
+            under_way[bucket.module].append((bucket.started, bucket.ended or now))
             bucket.work = None
-        self.overlap = {module: Overlap(seconds[module], exposed[module]) for module in MODULES}
+        self.overlap = {module: Overlap(covered(under_way[module]), exposed[module]) for module in MODULES}
         self._armed.clear()
         self._next = 0
 

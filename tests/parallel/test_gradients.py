@@ -82,6 +82,13 @@ def test_time_under_way_and_time_waited_are_told_apart(monkeypatch, pause, secon
     assert reducer.overlap["vision"] == gradients.Overlap(0.0, 0.0)  # it has nobody to talk to
 
 
+@pytest.mark.parametrize(
+    ("spans", "length"), [([], 0), ([(1, 3)], 2), ([(1, 3), (2, 5), (7, 8)], 5), ([(0, 9), (1, 2), (3, 4)], 9)]
+)
+def test_buckets_under_way_at_the_same_time_count_once(spans, length):
+    assert gradients.covered(spans) == length
+
+
 def test_a_gradient_that_is_not_the_last_one_starts_nothing():
     parameters = chain(3, 4)
     reducer = Reducer(trained_of(parameters), {}, dict.fromkeys(MODULES, 1.0))
