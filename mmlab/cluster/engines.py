@@ -54,6 +54,14 @@ class EngineInfo:
     local: bool
 
 
+class EngineLost(LabError):
+    """An engine's process ended while it was asked for something."""
+
+    def __init__(self, engine: EngineInfo, what: str) -> None:
+        super().__init__(f"engine {engine.id} (pid {engine.pid} on {engine.host}) {what}")
+        self.engine = engine
+
+
 class Engines:
     """Keeps `wanted` engines up, one replaced when it ends; `problem` says why it cannot."""
 
@@ -170,7 +178,7 @@ class Engines:
         for engine, result in zip(engines, results, strict=True):
             while not result.ready():
                 if self.lost(engine):
-                    raise LabError(f"engine {engine.id} (pid {engine.pid} on {engine.host}) ended during {method}")
+                    raise EngineLost(engine, f"ended during {method}")
                 if time.monotonic() > end or self._end.is_set():
                     raise LabError(
                         f"engine {engine.id} (pid {engine.pid} on {engine.host}) did not answer {method} within "
@@ -183,6 +191,8 @@ class Engines:
         try:
             return result.get(0)
         except ipp.error.RemoteError as error:
+            if error.ename == "EngineError":  # the hub's answer for an engine that died, before its notice arrives
+                raise EngineLost(engine, f"ended during {method}") from None
             raise LabError(f"engine {engine.id}: {error.ename} in {method}: {error.evalue}") from None
         except ipp.error.IPythonError as error:
             raise LabError(f"engine {engine.id} ended during {method}: {error}") from None

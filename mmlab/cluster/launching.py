@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from mmlab.cluster.engines import ANSWER, EngineInfo, Engines
+from mmlab.cluster.engines import ANSWER, EngineInfo, EngineLost, Engines
 from mmlab.cluster.registry import this_process
 from mmlab.errors import LabError
 from mmlab.messages import (
@@ -143,16 +143,17 @@ def launch(run: ActiveRun, engines: Engines, idle: Callable[[], bool], closing: 
     try:
         engines.call(team, "start", [(job, engines.config.worker) for job in jobs], ANSWER)
     except LabError as error:
-        _write_refused(run, engines, str(error))
+        _write_refused(run, engines, error)
 
 
-def _write_refused(run: ActiveRun, engines: Engines, message: str) -> None:
+def _write_refused(run: ActiveRun, engines: Engines, error: LabError) -> None:
     """Some ranks may have started: a failure record frees them from the rendezvous, and `watch` reports it."""
-    lost = [rank for rank, engine in enumerate(run.engines) if engines.lost(engine)]
+    died = error.engine.id if isinstance(error, EngineLost) else None
+    lost = [rank for rank, engine in enumerate(run.engines) if engine.id == died or engines.lost(engine)]
     for rank in lost:
         _write_lost(run, rank, run.engines[rank])
     if not lost:
-        write_failure(run.paths.failures, run.generation, Failure(0, "rank 0", "start", 0, "exception", message))
+        write_failure(run.paths.failures, run.generation, Failure(0, "rank 0", "start", 0, "exception", str(error)))
 
 
 def _gather(run: ActiveRun, engines: Engines, idle: Callable[[], bool], check: Callable[[], None]) -> list[EngineInfo]:

@@ -13,9 +13,13 @@ from torch import Tensor
 from mmlab.data.packed import IGNORE, PackedText
 from mmlab.parallel.context.blocks import AttentionPlan, attention_plan
 from mmlab.parallel.context.ring import ring_attention
-from mmlab.parallel.context.split import ContextGroup, Pack, split
+from mmlab.parallel.context.split import ContextGroup, Pack, Split, split
 from mmlab.parallel.context.ulysses import heads_here, tokens_here
 from mmlab.plan.schema import ModelConfig
+
+LONG = 1024
+"""Tokens from which on a sequence of four windows or more is computed block by block: under a mask its cost grows with
+the square of its length."""
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 """q [T, H, Dh], k and v [T, G, Dh] (rotated; G divides H) to [T, H * Dh]: causal, within each sequence."""
@@ -47,6 +51,11 @@ class PackedAttention:
             mask = seen.tril_() & ~seen.tril(-window)
         return PackedAttention(count, longest, slots, mask)
 
+    def to(self, device: torch.device | str) -> PackedAttention:
+        """The same attention on a device."""
+        slots, mask = (None if x is None else x.to(device) for x in (self.slots, self.mask))
+        return PackedAttention(self.count, self.longest, slots, mask)
+
     def _pad(self, x: Tensor) -> Tensor:
         """[T, H, Dh] -> [B, H, L, Dh], zeros after the end of each sequence."""
         if self.slots is not None:
@@ -70,18 +79,37 @@ class RingAttention:
     plan: AttentionPlan
     group: ContextGroup
 
+    def to(self, device: torch.device | str) -> RingAttention:
+        """The same attention on a device."""
+        return RingAttention(self.plan.to(device), self.group)
+
     def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """As `Attend`, for this rank's tokens."""
         return ring_attention(q, k, v, self.plan, self.group).flatten(1)
+
+
+def whole_attention(seqlens: tuple[int, ...], window: int, device: torch.device) -> PackedAttention | RingAttention:
+    """Attention over whole sequences on one rank: padded, or with a window much shorter than they are block by block
+    along the diagonal, which a mask [L, L] would hide but not spare."""
+    longest = max(seqlens, default=0)
+    if longest < LONG or not 0 < window <= longest // 4:
+        return PackedAttention.of(seqlens, window, device)
+    tokens, alone = sum(seqlens), ContextGroup()
+    everything = Split((np.arange(tokens),), (np.ones(tokens, bool),), np.zeros(tokens, bool))
+    return RingAttention(attention_plan(seqlens, everything, alone, window).to(device), alone)
 
 
 @dataclass(frozen=True)
 class UlyssesAttention:
     """All tokens and a share of the heads while attention is computed; `counts[c]` tokens of rank c."""
 
-    whole: PackedAttention
+    whole: PackedAttention | RingAttention
     counts: tuple[int, ...]
     group: ContextGroup
+
+    def to(self, device: torch.device | str) -> UlyssesAttention:
+        """The same attention on a device."""
+        return UlyssesAttention(self.whole.to(device), self.counts, self.group)
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """As `Attend`, for this rank's tokens."""
@@ -108,13 +136,7 @@ class SharedText(PackedText):
     def to(self, device: torch.device | str) -> SharedText:
         """The same tokens on a device."""
         names = ("input_ids", "position_ids", "targets", "image_positions", "rows", "counted", "image_rows")
-        attend: RingAttention | UlyssesAttention = self.attend
-        if isinstance(attend, RingAttention):
-            attend = RingAttention(attend.plan.to(device), attend.group)
-        elif attend.whole.slots is not None or attend.whole.mask is not None:
-            whole = attend.whole
-            slots, mask = (None if x is None else x.to(device) for x in (whole.slots, whole.mask))
-            attend = replace(attend, whole=replace(whole, slots=slots, mask=mask))
+        attend = self.attend.to(device)
         return replace(self, attend=attend, **{name: getattr(self, name).to(device) for name in names})
 
 
@@ -131,7 +153,7 @@ def share(text: PackedText, config: ModelConfig, cp: ContextGroup) -> PackedText
     attend: RingAttention | UlyssesAttention
     if cp.mode == "ulysses":
         counts = tuple(len(other) for other in cut.rows)
-        attend = UlyssesAttention(PackedAttention.of(text.seqlens, window, torch.device("cpu")), counts, cp)
+        attend = UlyssesAttention(whole_attention(text.seqlens, window, torch.device("cpu")), counts, cp)
     else:
         attend = RingAttention(attention_plan(text.seqlens, cut, cp, window), cp)
     return SharedText(

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mmlab.data.packed import PackedText
-from mmlab.models.attention import Attend, PackedAttention, SharedText
+from mmlab.models.attention import Attend, SharedText, whole_attention
 from mmlab.models.initial import MakeParameter
 from mmlab.models.layers import Linear, RMSNorm, Table, at_least_float32, run_block
 from mmlab.models.sharding import EMBED_TOKENS, FINAL_NORM, LANGUAGE, LM_HEAD
@@ -58,7 +58,7 @@ class Sequences:
         attend: Attend = (
             text.attend
             if isinstance(text, SharedText)
-            else PackedAttention.of(text.seqlens, config.attention_window, device)
+            else whole_attention(text.seqlens, config.attention_window, device)
         )
         return Sequences(torch.cat([cos, cos], -1), torch.cat([-sin, sin], -1), attend)
 

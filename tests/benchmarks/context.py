@@ -26,12 +26,14 @@ IMAGE_SIDE = 16
 """Three quarters of the tokens are images of 256 tokens, one after the other, behind a little text (scope "image")."""
 VARIANTS = {
     "plain": ("ring", "all", 0),
+    "plain, window": ("ring", "all", WINDOW),
+    "plain, masked": ("ring", "all", WINDOW),
     "ring": ("ring", "all", 0),
     "ulysses": ("ulysses", "all", 0),
     "ring, image tokens": ("ring", "image", 0),
     "ring, window": ("ring", "all", WINDOW),
 }
-"""Name -> mode, scope, window; "plain" on one rank alone."""
+"""Name -> mode, scope, window; plain ones on one rank alone (masked: one kernel under a whole mask)."""
 
 
 # -- the ranks
@@ -80,14 +82,15 @@ def attention(variant: str, tokens: int, rank: int, world: int) -> Any:
     import torch
     import torch.distributed as dist
 
-    from mmlab.models.attention import PackedAttention, RingAttention, UlyssesAttention
+    from mmlab.models.attention import PackedAttention, RingAttention, UlyssesAttention, whole_attention
     from mmlab.parallel.context.blocks import attention_plan
     from mmlab.parallel.context.split import ContextGroup, Pack, split
     from mmlab.parallel.traffic import Traffic
 
     mode, scope, window = VARIANTS[variant]
     traffic = Traffic()
-    whole = PackedAttention.of((tokens,), window, torch.device("cpu"))
+    make = PackedAttention.of if variant == "plain, masked" else whole_attention
+    whole = make((tokens,), window, torch.device("cpu"))
     attend, here = whole, tokens
     if world > 1:
         group = ContextGroup(dist.group.WORLD, rank, world, mode, scope, traffic)
@@ -124,7 +127,7 @@ def measure_rank(rank: int, world: int, host: str, port: int, lengths: list[int]
         dist.init_process_group("shm", store=store, rank=rank, world_size=world)
     rows = []
     for tokens in lengths:
-        names = [name for name in VARIANTS if (name == "plain") == (world == 1)]
+        names = [name for name in VARIANTS if name.startswith("plain") == (world == 1)]
         made = {name: attention(name, tokens, rank, world) for name in names}
         seconds: dict[str, list[float]] = {name: [] for name in names}
         sent, peak = {}, {}

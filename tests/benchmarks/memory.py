@@ -111,7 +111,7 @@ def measure_rank(rank: int, world: int, host: str, port: int, plan_text: str, st
                 _peak(reset=True)
             batch = feed.batch()
             ride = Ride(next_bad=feed.next_bad, next_size=plan.data.global_batch)
-            feed.agree(runner.train(plan, step, batch, ride, lambda live: found.update(counted(live))).next_bad)
+            feed.agree(runner.train(plan, step, batch, ride, lambda _: found.update(counted(built))).next_bad)
         peak = _peak() - before
         return found | gathered | {"peak": peak}
     finally:

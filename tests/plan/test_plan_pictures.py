@@ -123,3 +123,22 @@ def test_a_traced_step_is_drawn_in_seconds_with_the_planned_rows():
     shown = texts(measured_svg(plan, [{"step": 40, "t0": 1000.0, "ops": row} for row in ops], "step 40, as measured"))
     assert {"step 40, as measured", "time in s", "rank 0 · vision 0", "rank 2 · stage 1 tp 0"} <= set(shown)
     assert any(text.startswith(f"bubble {plan.schedule().bubble():.0%}") for text in shown)
+
+
+def test_halves_of_backward_and_chunks_are_told_apart():
+    plan = Plan.preset("laptop").with_("parallel.schedule=zb_v", "parallel.microbatches=3", "data.global_batch=12")
+    bundle = plan.schedule()._repr_mimebundle_()
+    svg = bundle["image/svg+xml"]
+    shown = texts(svg)
+    assert {"forward", "backward, inputs", "backward, weights"} <= set(shown)
+    assert "backward" not in shown
+    assert any("paler" in text for text in shown)
+    titles = [element.text or "" for element in ElementTree.fromstring(svg).iter(f"{SVG}title")]
+    assert any(title.startswith("backward_weight 2 chunk 1:") for title in titles)
+    assert any(title.startswith("forward 0:") for title in titles)
+    text = bundle["text/plain"]
+    assert {"F0", "f0", "B0", "b0", "W0", "w0"} <= {text[i : i + 2] for i in range(len(text))}
+    assert "W of weights" in text
+    assert "stage 0 → stage 1 and back" in plan.layout().svg()
+    assert "blocks 0 and 3" in str(plan.layout())
+    assert "stage 0 → stage 1, 2 times" in plan.with_("parallel.schedule=interleaved").layout().svg()

@@ -1,18 +1,22 @@
 """Runs under DeepSpeed: the same losses, evaluations and checkpoints as the native engine has."""
 
 import pytest
+import train_functions
 from live import LiveRun
 from test_placements import make_plan
 
 from mmlab.messages import PHASES
+from mmlab.models.sharding import parameter_specs
+from mmlab.plan.schema import MODULES
 
 MERGED = ("parallel.vision=first_stage", "parallel.vision_dp=0", "parallel.pp=1", "parallel.dp=2")
 DEEPSPEED = (*MERGED, "parallel.engine=deepspeed")
-SEPARABLE = ("model.language.hidden=256", "model.vision.hidden=96", "model.projector.hidden=96")
+SEPARABLE = ("model.language.hidden=256", "model.vision.hidden=64", "model.projector.hidden=96")
 """Sizes between which a persistence threshold fits: no matrix of the decoder is smaller than the encoder's largest."""
 
 
-@pytest.mark.timeout(180)
+@pytest.mark.slow
+@pytest.mark.timeout(300)
 def test_runs_evaluate_write_and_save_like_native_ones(pool, shards, tmp_path):
     """One after the other in the same processes: every stage, then offload."""
     extra = (f"data.held_out='{shards}'", "train.steps=3", "checkpoint.every_steps=2", "train.sample_images=2")
@@ -53,8 +57,17 @@ def continued(pool, run, plan, name, generation):
     return {e["step"]: e["loss"] for e in again.events("step") if e["lineage"] == lineage}
 
 
-@pytest.mark.timeout(180)
-def test_checkpoints_go_from_native_to_every_stage_and_back(pool, shards, tmp_path):
+CASES = {
+    "zero1": ("parallel.sharding=zero1",),
+    "zero2, optimizer offloaded": ("parallel.sharding=zero2", "offload.mode=optimizer"),
+    "zero3": ("parallel.sharding=zero3",),
+    "zero3 on one rank, all offloaded": ("parallel.sharding=zero3", "parallel.dp=1", "offload.mode=parameters"),
+}
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("cases", [["zero3"], pytest.param([*CASES], marks=pytest.mark.slow)], ids=["zero3", "all"])
+def test_checkpoints_go_from_native_to_every_stage_and_back(pool, shards, tmp_path, cases):
     """Optimizer state included: a continuation that lacked it would be off at its second step."""
     keep = ("checkpoint.every_steps=2", "checkpoint.keep_last=0")
     native = make_plan(shards, *keep)  # encoder on a rank of its own, two stages
@@ -62,13 +75,7 @@ def test_checkpoints_go_from_native_to_every_stage_and_back(pool, shards, tmp_pa
     assert set(run.join()) == {"finished"}
     straight = run.losses()
     name = min(p.name for p in run.paths.checkpoints.iterdir())
-    cases = [
-        ("parallel.sharding=zero1",),
-        ("parallel.sharding=zero2", "offload.mode=optimizer"),
-        ("parallel.sharding=zero3",),
-        ("parallel.sharding=zero3", "parallel.dp=1", "offload.mode=parameters"),
-    ]
-    for number, changes in enumerate(cases):
+    for number, changes in enumerate(CASES[case] for case in cases):
         plan = make_plan(shards, *DEEPSPEED, *changes, *keep)
         before = {p.name for p in run.paths.checkpoints.iterdir()}
         went_on = continued(pool, run, plan, name, 2 * number + 2)
@@ -79,6 +86,7 @@ def test_checkpoints_go_from_native_to_every_stage_and_back(pool, shards, tmp_pa
         assert back == pytest.approx({s: straight[s] for s in back}, rel=1e-5), changes
 
 
+@pytest.mark.slow
 def test_frozen_modules_come_out_of_a_checkpoint(pool, shards, tmp_path):
     """A frozen encoder inside ZeRO-3 takes its weights from the checkpoint, also in one that is loaded live."""
     run = LiveRun(pool, make_plan(shards, *SEPARABLE, "checkpoint.every_steps=3"), tmp_path / "run")
@@ -90,7 +98,7 @@ def test_frozen_modules_come_out_of_a_checkpoint(pool, shards, tmp_path):
     assert continued(pool, run, plan, name, 3) == pytest.approx(wanted, rel=1e-5)
 
 
-@pytest.mark.parametrize("stage", ["zero2", "zero3"])
+@pytest.mark.parametrize("stage", ["zero2", pytest.param("zero3", marks=pytest.mark.slow)])
 def test_a_step_that_broke_off_leaves_the_processes_fit_for_another_run(pool, shards, tmp_path, stage):
     """Also between two backwards of a step whose gradients are reduced once."""
     plan = make_plan(shards, *DEEPSPEED, f"parallel.sharding={stage}", "parallel.microbatches=2", "train.steps=100000")
@@ -104,3 +112,16 @@ def test_a_step_that_broke_off_leaves_the_processes_fit_for_another_run(pool, sh
         assert again.join() == ["finished"] * 2
         losses[name] = again.losses()
     assert losses["deepspeed"] == pytest.approx(losses["native"], rel=1e-5)
+
+
+def test_a_live_engine_keeps_whole_what_the_threshold_is_for(pool, shards):
+    plan = make_plan(shards, *DEEPSPEED, "parallel.sharding=zero3", *SEPARABLE)
+    kept, cut = pool.run(train_functions.persisted, plan.dumps(), ranks=2, timeout=90)[0]
+    sizes = {m: [s.numel for n, s in parameter_specs(plan).items() if n.startswith(m)] for m in MODULES}
+    assert kept["vision"] == sum(sizes["vision"])
+    assert kept["projector"] == sum(sizes["projector"])
+    assert set(cut) == {("language", 2)}  # every matrix of the decoder, and nothing else
+    assert kept["language"] < 0.01 * sum(sizes["language"])
+    assert pool.run(train_functions.persisted, plan.with_("offload.mode=parameters").dumps(), ranks=2)[0][0].keys() == {
+        "language"
+    }

@@ -8,6 +8,8 @@ from mmlab.cli import build_app
 from mmlab.data.pipeline import DataSource
 from mmlab.lab import Run
 from mmlab.messages.runs import create_run
+from mmlab.parallel.context.blocks import attention_plan
+from mmlab.parallel.context.split import ContextGroup, Pack, split
 from mmlab.plan import Plan
 
 FP32 = 4
@@ -63,6 +65,44 @@ def test_counted_bytes_equal_the_formulas(pool, shards, changes):
     reduced = {m for m, ranks in (("vision", p.vision_dp), ("projector", p.vision_dp), ("language", p.dp)) if ranks > 1}
     assert set(result["communication"]) == reduced
     assert all(seconds > 0 and exposed >= 0 for seconds, exposed in result["communication"].values())
+
+
+def ring_rows(plan, manifest):
+    """(rows of keys and values sent, rows that no query sees) of a step's attentions, forward and backward, all ranks.
+
+    Blocks are fetched twice (backward reads them again), and their gradients go back once.
+    """
+    p, source, sent, skipped = plan.parallel, DataSource(plan), 0, 0
+    for m in range(p.microbatches):
+        text = source.text(manifest, manifest.microbatch(0, m), frozenset())
+        for rank in range(p.cp):
+            cp = ContextGroup(None, rank, p.cp, p.cp_mode, p.cp_scope)
+            cut = split(Pack(text.seqlens, text.image_positions.numpy(), 4), cp)
+            exchanges = attention_plan(text.seqlens, cut, cp, plan.model.language.attention_window).exchanges
+            sent += sum(2 * len(e.wanted) + e.arriving for e in exchanges)
+            skipped += sum(2 * e.skipped for e in exchanges)
+    source.close()
+    return sent, skipped
+
+
+def test_a_window_shows_in_what_the_ring_sends(pool, shards):
+    base = {"data.path": str(shards), "data.held_out": ""}
+    found = []
+    for window in (0, 6):
+        plan = Plan.load("laptop").with_(
+            base, "parallel.pp=1", "parallel.cp=2", f"model.language.attention_window={window}"
+        )
+        source = DataSource(plan)
+        manifest, _ = source.manifest(1, source.start())
+        source.close()
+        traffic = counted(pool, plan)[0]["traffic"]
+        c = plan.model.language
+        row = 2 * c.kv_heads * c.head_dim * FP32 * c.layers
+        sent, skipped = (n * row for n in ring_rows(plan, manifest))
+        assert (sum(traffic["cp"]), sum(traffic["cp_skipped"])) == (sent, skipped)
+        found.append((sent, skipped))
+    assert found[1][0] < found[0][0]
+    assert found[1][1] > found[0][1]
 
 
 def test_a_run_shows_its_traffic(pool, shards, tmp_path):

@@ -103,3 +103,20 @@ def step_results(rank, world, host, port, plan_text, steps):
         feed.close()
         close_mesh(mesh)
     return results
+
+
+def persisted(rank, world, host, port, plan_text):
+    """Elements that a live ZeRO-3 engine keeps whole, by module, and the sizes of what it does not."""
+    plan = Plan.loads(plan_text)
+    mesh = build_mesh(plan, plan.layout(), rank, dist.TCPStore(host, port, is_master=False), torch.device("cpu"))
+    try:
+        engine = build(plan, mesh).zero.engine
+        kept, cut = {}, []
+        for name, param in (engine.params | engine.frozen).items():
+            if param.ds_persist:
+                kept[name.split(".")[0]] = kept.get(name.split(".")[0], 0) + param.ds_numel
+            else:
+                cut.append((name.split(".")[0], len(param.ds_shape)))
+        return kept, cut
+    finally:
+        close_mesh(mesh)

@@ -34,6 +34,12 @@ class Side:
         """The tokens that `keep` marks."""
         return Side(self.rows[keep], self.positions[keep])
 
+    def between(self, first: int, last: int | None) -> Side:
+        """The tokens at positions `first` to `last`, both included; None for no end."""
+        start = int(np.searchsorted(self.positions, first))
+        stop = len(self.rows) if last is None else int(np.searchsorted(self.positions, last, side="right"))
+        return Side(self.rows[start:stop], self.positions[start:stop])
+
     def __len__(self) -> int:
         return len(self.rows)
 
@@ -57,14 +63,11 @@ def sees(queries: Rows, keys: Rows, window: int) -> Mask:
 
 
 def _pieces(side: Side, window: int, longest: int) -> Iterator[Side]:
-    """With a window: runs without a gap as wide as the window, at most `longest` tokens each (0: any number)."""
-    if not window:
-        yield side
-        return
-    cuts = np.flatnonzero(np.diff(side.positions) > window) + 1
+    """Runs of at most `longest` tokens (0: any number), with a window also without a gap as wide as that."""
+    cuts = np.flatnonzero(np.diff(side.positions) > window) + 1 if window else np.zeros(0, np.int64)
     for rows, positions in zip(np.split(side.rows, cuts), np.split(side.positions, cuts), strict=True):
-        step = longest or len(rows)
-        for start in range(0, len(rows), max(1, step)):
+        step = longest or max(1, len(rows))
+        for start in range(0, len(rows), step):
             yield Side(rows[start : start + step], positions[start : start + step])
 
 
@@ -72,10 +75,10 @@ def _block(q: Side, k: Side, window: int) -> Block | None:
     """The part of queries x keys in which something is seen."""
     if not len(q) or not len(k):
         return None
-    q = q.where((q.positions >= k.positions[0]) & ((q.positions - k.positions[-1] < window) if window else True))
+    q = q.between(k.positions[0], k.positions[-1] + window - 1 if window else None)
     if not len(q):
         return None
-    k = k.where((k.positions <= q.positions[-1]) & ((q.positions[0] - k.positions < window) if window else True))
+    k = k.between(q.positions[0] - window + 1 if window else 0, q.positions[-1])
     if not len(k):
         return None
     near = not window or q.positions[-1] - k.positions[0] < window
@@ -94,13 +97,11 @@ def blocks(q: Side, k: Side, window: int) -> list[Block]:
         return [] if whole is None else [whole]
     found = []
     for queries in _pieces(q, window, max(window, MASK_ROWS)):
-        # Keys up to the first query are seen by all of them, but for a window's far end.
-        near = k.positions <= queries.positions[0]
-        early = [k.where(near)] if not window else []
-        for keys in early or _pieces(k, window, 0):
-            found.append(_block(queries, keys, window))
-        if early:
-            found.append(_block(queries, k.where(~near), window))
+        if window:
+            found += [_block(queries, keys, window) for keys in _pieces(k, window, 0)]
+        else:  # keys up to the first query are seen by all of them
+            first = int(queries.positions[0])
+            found += [_block(queries, keys, 0) for keys in (k.between(0, first), k.between(first + 1, None))]
     return [block for block in found if block is not None]
 
 
