@@ -2,17 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from mmlab.plan.layout import Layout, Place
-from mmlab.plan.ops import COMPUTE, Op, Timeline
+from mmlab.plan.ops import Op
 from mmlab.plan.schema import Plan
-
-Play = Callable[[list[list[Op]]], Timeline]
-"""Plays the op lists of all ranks and says when each op would start and end."""
-
-TOKEN_KINDS = frozenset({"recv_tokens", "send_token_grads"})
-"""A stage's ops that need the encoder's."""
 
 
 def tokens_need_grad(plan: Plan) -> bool:
@@ -29,28 +23,32 @@ def returns_token_grads(plan: Plan, place: Place) -> bool:
     return place.tp == 0 or place.vision >= 0 or plan.parallel.transfer == "all_gather"
 
 
-def with_encoder(layout: Layout, stages: Mapping[int, Sequence[Op]], play: Play) -> list[list[Op]]:
+def with_encoder(layout: Layout, stages: Mapping[int, Sequence[Op]]) -> list[list[Op]]:
     """The op lists of all ranks, with the encoder's ops put where the placement wants them.
 
     `stages` holds the list of each stage rank, with the ops that receive image tokens and give gradients back.
     own_ranks: lists of their own. first_stage: just before a microbatch's forward and just after its backward, so that
-    the first stage holds no more activations than its schedule says. all_ranks: forward in time for the first stage
-    and no earlier than that, so that later stages encode while the pipeline fills; backward at the end of the list,
-    while it drains.
+    the first stage holds no more activations than its schedule says. all_ranks: the first stage encodes just in time,
+    the others while the pipeline fills; backward at the end of every list, while it drains. Nothing that encodes waits
+    for anything but the ops before it, so no schedule can deadlock by it.
     """
     plan = layout.plan
     first = stages[layout.rank_of(pp=0)]
     needed = [op.microbatch for op in first if op.kind == "recv_tokens"]
     returned = [op.microbatch for op in first if op.kind == "send_token_grads"]
+    forward, backward = list(_forward(plan, needed)), list(_backward(plan, returned))
     if plan.parallel.vision == "own_ranks":
         ahead = [Op("encode_ahead")] if plan.parallel.encoder_ahead else []
-        own = [*_forward(plan, needed), *ahead, *_backward(plan, returned)]
+        own = [*forward, *ahead, *backward]
         return [list(stages.get(rank, own)) for rank in range(layout.world_size)]
-    if plan.parallel.vision == "first_stage":
-        return [
-            _beside(plan, ops) if layout.place(rank).vision >= 0 else list(ops) for rank, ops in sorted(stages.items())
-        ]
-    return _spread(layout, stages, play, [*_backward(plan, returned)])
+    merged = []
+    for rank, ops in sorted(stages.items()):
+        embeds = layout.place(rank).pp == 0
+        if plan.parallel.vision == "first_stage":
+            merged.append(_beside(ops, forward, backward) if embeds else list(ops))
+        else:
+            merged.append([*(_beside(ops, forward, []) if embeds else [*forward, *ops]), *backward])
+    return merged
 
 
 def _group(plan: Plan, microbatch: int) -> range:
@@ -82,59 +80,23 @@ def _backward(plan: Plan, returned: Sequence[int]) -> Iterator[Op]:
             yield Op("encode_backward", group[0])
 
 
-def _beside(plan: Plan, ops: Sequence[Op]) -> list[Op]:
-    """A first stage's list with the encoder's ops just in time."""
-    returned = [op.microbatch for op in ops if op.kind == "send_token_grads"]
-    backward = iter([*_backward(plan, returned), None])
-    encoded: set[range] = set()
+def _beside(ops: Sequence[Op], forward: Sequence[Op], backward: Sequence[Op]) -> list[Op]:
+    """A first stage's list with the encoder's: microbatches are encoded before the first of them is needed, and a
+    gradient is taken after it has been given back."""
     merged: list[Op] = []
-    pending = next(backward, None)
+    before, after = list(forward), list(backward)
     for op in ops:
-        group = _group(plan, op.microbatch)
-        if op.kind == "recv_tokens" and group not in encoded:
-            encoded.add(group)
-            merged += _encode(plan, group)
+        if op.kind == "recv_tokens" and before and before[0].microbatch == op.microbatch:
+            merged += _with_next(before, "send_tokens")
         merged.append(op)
-        if op.kind == "send_token_grads":
-            while pending is not None and (pending.kind == "encode_backward" or pending.microbatch == op.microbatch):
-                merged.append(pending)
-                pending = next(backward)
+        if op.kind == "send_token_grads" and after:
+            merged += _with_next(after, "encode_backward")
     return merged
 
 
-def _spread(layout: Layout, stages: Mapping[int, Sequence[Op]], play: Play, backward: Sequence[Op]) -> list[list[Op]]:
-    """Every rank's list with its share of the encoder's ops.
-
-    The pipeline alone is played first. Each rank encodes a microbatch before the first of its ops that starts (or, of
-    a receive, ends) when the first stage's forward of that microbatch does. All lists then agree with one order in
-    time, so they cannot deadlock whatever the schedule.
-    """
-    plan = layout.plan
-    ranks = range(layout.world_size)
-    timeline = play([[op for op in stages[rank] if op.kind not in TOKEN_KINDS] for rank in ranks])
-    begins: dict[int, float] = {}
-    for timed in timeline[layout.rank_of(pp=0)]:
-        if timed.op.kind == "forward":
-            begins.setdefault(timed.op.microbatch, timed.start)
-    due = {group: begins[group[0]] for group in dict.fromkeys(_group(plan, i) for i in sorted(begins))}
-    merged = []
-    for rank in ranks:
-        played = iter(timeline[rank])
-        waiting = dict(due)
-        ops: list[Op] = []
-        for op in stages[rank]:
-            if op.kind in TOKEN_KINDS:
-                now = begins[op.microbatch] if op.kind == "recv_tokens" else 0.0
-            else:
-                timed = next(played)
-                now = timed.end if op.kind.startswith("recv") else timed.start
-            for group in [group for group, when in waiting.items() if when <= now]:
-                del waiting[group]
-                ops += _encode(plan, group)
-            ops.append(op)
-        merged.append([*ops, *(op for group in waiting for op in _encode(plan, group)), *backward])
-    return merged
-
-
-UNIT_COSTS = {kind: 2.0 if kind == "backward" else 1.0 for kind in COMPUTE}
-"""Costs with which the pipeline alone is played: a backward is two forwards (Narayanan et al. 2021, section 2.2)."""
+def _with_next(ops: list[Op], kind: str) -> list[Op]:
+    """Takes the first of some ops, and those of a kind that follow it."""
+    taken = [ops.pop(0)]
+    while ops and ops[0].kind == kind:
+        taken.append(ops.pop(0))
+    return taken

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from mmlab.plan.encoder_ops import UNIT_COSTS, returns_token_grads, tokens_need_grad, with_encoder
+from mmlab.plan.encoder_ops import returns_token_grads, tokens_need_grad, with_encoder
 from mmlab.plan.layout import Layout, Place
 from mmlab.plan.ops import COMPUTE, Kind, Op, Timed, Timeline
 from mmlab.plan.orders import Pass, gpipe, interleaved, one_f_one_b, zero_bubble_h1, zero_bubble_v
@@ -144,7 +144,7 @@ def build_schedule(plan: Plan) -> Schedule:
     """The schedule of a plan."""
     layout = Layout(plan)
     stages = {p.rank: list(_stage_ops(plan, layout, p)) for p in layout.places if p.role == "language"}
-    ops = with_encoder(layout, stages, lambda lists: simulate(Schedule(plan, lists), plan, UNIT_COSTS))
+    ops = with_encoder(layout, stages)
     return Schedule(plan, [[*ops[p.rank], *_end_of_step(plan, layout, p)] for p in layout.places])
 
 

@@ -123,3 +123,20 @@ def test_a_live_restore_drops_what_was_encoded_ahead(pool, shards, tmp_path, ahe
 def losses_of_last_lineage(run):
     lineage = run.events("lineage")[-1]["id"]
     return {e["step"]: e["loss"] for e in run.events("step") if e["lineage"] == lineage}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("rank", "phase"), [(0, "exchange"), (2, "forward")])
+def test_a_failure_while_the_encoder_works_ahead_leaves_ranks_that_train_again(pool, shards, tmp_path, rank, phase):
+    """The queue and its thread go with the generation that failed; the next one repeats the losses."""
+    plan = make_plan(shards, FROZEN, "parallel.encoder_ahead=2", "checkpoint.every_steps=2")
+    whole = LiveRun(pool, plan, tmp_path / "whole")
+    assert whole.join() == ["finished"] * 4
+    run = LiveRun(pool, plan, tmp_path / "run", fault=("raise", rank, 4, phase))
+    assert run.join() == ["failed"] * 4
+    names = pool.run("train_functions:threads", ranks=4)
+    assert not any("encode-ahead" in name for found in names for name in found)
+    again = LiveRun(pool, plan, tmp_path / "run", generation=2, restore="latest")
+    assert again.join() == ["finished"] * 4
+    found = losses_of_last_lineage(again)
+    assert found == {step: loss for step, loss in whole.losses().items() if step in found}

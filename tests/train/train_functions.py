@@ -3,6 +3,7 @@
 import ctypes
 import os
 import signal
+import threading
 import time
 
 import torch
@@ -103,6 +104,11 @@ def step_results(rank, world, host, port, plan_text, steps):
         feed.close()
         close_mesh(mesh)
     return results
+
+
+def threads(rank, world, host, port):
+    """Names of this rank's threads."""
+    return [thread.name for thread in threading.enumerate()]
 
 
 def persisted(rank, world, host, port, plan_text):
