@@ -1,10 +1,10 @@
 """What a group has under way, and who drives it on.
 
 A collective is a generator that yields whenever it has to wait for a flag of
-another rank. Whoever waits for it drives it: first it spins, then it yields
-the core, then it sleeps on a futex until a peer rings. What nobody waits for
-(async calls, sends larger than a ring) is driven by a thread, so it goes on
-while this rank computes.
+another rank. Whoever waits for it drives it: first it yields the core, or spins
+where others want the core, then it sleeps on a futex until a peer rings. What
+nobody waits for (async calls, sends larger than a ring) is driven by a thread,
+so it goes on while this rank computes.
 """
 
 from __future__ import annotations
@@ -21,13 +21,16 @@ from mmlab.parallel.shm.p2p import Mail
 from mmlab.parallel.shm.segment import Segment, now
 from mmlab.parallel.shm.work import PeerLost, ShmWork, Steps
 
-SPINS, YIELDS = 3, 150
-"""Looks at the flags before yielding the core, and before sleeping: about 5 and 400 microseconds. Ranks often share a
-core, and then every spin delays the peer that is waited for: 30 spins made a 4 KB all-reduce a third slower. A yield
-gives the core to whoever can use it; waking from a sleep takes 50 to 100 microseconds, so with 6 yields instead of 150
-half of all 4 KB calls took twice as long (2 ranks: 61 instead of 33 us; 4 ranks on 2 cores: 407 instead of 215)."""
-CROWD, CROWDED = 0.001, 1.0
-"""A yield that takes so many seconds has met somebody who computes: for so many seconds waiters sleep at once."""
+YIELDS = 150
+"""Looks at the flags, with the core yielded in between, before a waiter sleeps: about 400 microseconds on a free core.
+Waking from a sleep takes 50 to 100: with 6 yields half of all 4 KB calls took twice as long (2 ranks: 61 instead of 33
+us; 4 ranks on 2 cores: 407 instead of 215)."""
+CROWD, CROWDED = 0.001, 5.0
+"""A yield that takes so many seconds has met somebody who computes, and costs a whole slice of the scheduler's credit:
+for so many seconds waiters only spin and then sleep. With yields alone steps took 1.8 times as long as on gloo on a
+machine with load 12."""
+SPIN, SPIN_SHARED = 100e-6, 10e-6
+"""Seconds of that spinning: as long as waking takes; less in groups of more ranks than cores, who need them."""
 NAP = 0.05
 """Seconds of a sleep that nobody ends. A bell rung in the very moment of falling asleep could be missed (never
 seen); naps of 5 ms took 5 percent of two cores with five waiting ranks."""
@@ -52,6 +55,7 @@ class Progress:
         self._handed = 0.0
         self._wanted = threading.Event()
         self._crowded = 0.0
+        self._spin_seconds = SPIN if segment.layout.ranks <= (os.cpu_count() or 1) else SPIN_SHARED
         self._thread: threading.Thread | None = None
 
     def start(self, op: str, bytes_: int, work: ShmWork, steps: Callable[[int], Steps], background: bool) -> ShmWork:
@@ -186,17 +190,20 @@ class Progress:
         """Wait for a call without sleeping, for a moment; whether it is complete."""
         mail = work.steps is None
         clock = time.perf_counter()
-        looks = YIELDS if clock > self._crowded else SPINS
-        for look in range(looks):
-            if look >= SPINS:
-                os.sched_yield()
+        if clock < self._crowded:
+            end = clock + self._spin_seconds
+            while not work.done and time.perf_counter() < end:
+                self._step(mail)
+            return work.done
+        for _ in range(YIELDS):
             self._step(mail)
             if work.done:
                 return True
+            os.sched_yield()
             before, clock = clock, time.perf_counter()
             if clock - before > CROWD:
                 self._crowded = clock + CROWDED
-                return False
+                break
         return False
 
     def _step(self, mail: bool) -> None:
