@@ -12,6 +12,7 @@ def ranks():
         yield pool
 
 
+@pytest.mark.slow
 def test_sleeping_stages_stand_beside_what_their_op_list_predicts(ranks):
     row = schedules.sleeping(ranks, "zb_v", 2, 3, steps=1, seconds=0.01)
     assert 0 < row["predicted"] < 0.2

@@ -7,6 +7,7 @@ import transports
 from mmlab.plan import Plan
 
 
+@pytest.mark.slow
 def test_a_tensor_parallel_step_runs_on_every_side():
     row = tensor_parallel.measure(128, rounds=1, steps=1)
     assert all(row[side] > 0 for side in tensor_parallel.SIDES)

@@ -36,7 +36,7 @@ LAYOUTS = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("layouts", [LAYOUTS[:5], pytest.param(LAYOUTS[:1] + LAYOUTS[5:], marks=pytest.mark.slow)])
+@pytest.mark.parametrize("layouts", [LAYOUTS[:3], pytest.param(LAYOUTS[:1] + LAYOUTS[3:], marks=pytest.mark.slow)])
 def test_evaluation_does_not_depend_on_the_layout(pool, shards, tmp_path, layouts):
     """Held-out losses and greedy answers of one set of weights are the same however the model is split."""
     found = []
