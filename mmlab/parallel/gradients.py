@@ -283,13 +283,7 @@ class Reducer:
 
     def squared_norms(self, modules: tuple[str, ...]) -> Tensor:
         """This rank's share of the squared gradient norm of each module, float64 [len(modules)]."""
-        sums = torch.zeros(len(modules), dtype=torch.float64)
-        for index, module in enumerate(modules):
-            grads = [self.grads[t.name] for t in self.trained if t.module == module and t.counted]
-            if grads:
-                norms = torch._foreach_norm(grads, 2, dtype=torch.float64)
-                sums[index] = torch.stack(norms).square().sum().cpu()
-        return sums
+        return squared_norms(modules, ((t.module, self.grads[t.name]) for t in self.trained if t.counted))
 
     def scale(self, factor: float) -> None:
         """Multiply all gradients (clipping)."""
@@ -297,6 +291,17 @@ class Reducer:
         flats += [self.grads[t.name] for t in self.trained if t.sharded]
         if factor != 1.0 and flats:
             torch._foreach_mul_(flats, factor)
+
+
+def squared_norms(modules: tuple[str, ...], grads: Iterable[tuple[str, Tensor]]) -> Tensor:
+    """Squared norm of each module's gradients, from (module, gradient or part of one); float64 [len(modules)]."""
+    found, sums = list(grads), torch.zeros(len(modules), dtype=torch.float64)
+    for index, module in enumerate(modules):
+        mine = [grad for of, grad in found if of == module]
+        if mine:
+            norms = torch._foreach_norm(mine, 2, dtype=torch.float64)
+            sums[index] = torch.stack(norms).square().sum().cpu()
+    return sums
 
 
 def reduce_tied(grad: Tensor, group: dist.ProcessGroup) -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -12,27 +10,12 @@ from mmlab.models.build import plain_model
 from mmlab.models.weights import init_from
 from mmlab.models.whole import Whole
 from mmlab.parallel.deepspeed import STATES, Backend, ZeroEngine
+from mmlab.parallel.gradients import squared_norms
 from mmlab.parallel.mesh import Mesh
 from mmlab.plan import deepspeed as settings
-from mmlab.plan.schema import MODULES, Plan
-from mmlab.train.optim import decays
+from mmlab.plan.schema import Plan
+from mmlab.train.optim import parameter_groups
 from mmlab.train.precision import master_dtype
-
-
-def parameter_groups(plan: Plan, whole: Whole) -> list[dict[str, Any]]:
-    """AdamW's groups of what DeepSpeed trains; each carries its module's name and whether it decays."""
-    groups = []
-    for module in MODULES:
-        train = getattr(plan.train, module)
-        mine = [p for n, p in whole.named_parameters() if n.split(".", 1)[0] == module and p.requires_grad]
-        for decay in (True, False):
-            params = [p for p in mine if decays(p.dim()) == decay]
-            if params:
-                groups.append(
-                    {"params": params, "module": module, "decay": decay, "lr": train.lr, "weight_decay": 0.0,
-                     "betas": (train.beta1, train.beta2), "eps": train.eps}
-                )  # fmt: skip
-    return groups
 
 
 class ZeroModel:
@@ -55,7 +38,8 @@ class ZeroModel:
         names = {id(p) for p in whole.parameters()}
         self.outside = [(n, p) for n, p in self.part.named_parameters() if id(p) not in names]
         """Parameters that DeepSpeed does not hold."""
-        groups, once = parameter_groups(plan, whole), settings.reduces_once(plan)
+        trained = ((name.split(".", 1)[0], p) for name, p in whole.named_parameters() if p.requires_grad)
+        groups, once = parameter_groups(plan, trained), settings.reduces_once(plan)
         self.engine = ZeroEngine(whole, groups, settings.config(plan), whole.tables(), once=once)
         self.rank, self.world = mesh.place.rank, mesh.world_size
 
@@ -78,14 +62,8 @@ class ZeroModel:
 
     def squared_norms(self, modules: tuple[str, ...]) -> Tensor:
         """This rank's share of the squared gradient norm of each module, float64 [len(modules)]."""
-        sums = torch.zeros(len(modules), dtype=torch.float64)
-        for index, module in enumerate(modules):
-            pieces = [self.engine.grad(name) for name in self.engine.params if name.split(".", 1)[0] == module]
-            pieces = [piece for piece in pieces if piece.numel()]
-            if pieces:
-                norms = torch._foreach_norm(pieces, 2, dtype=torch.float64)
-                sums[index] = torch.stack(norms).square().sum().cpu()
-        return sums
+        pieces = ((name.split(".", 1)[0], self.engine.grad(name)) for name in self.engine.params)
+        return squared_norms(modules, ((module, piece) for module, piece in pieces if piece.numel()))
 
     def off_device_bytes(self, plan: Plan) -> int:
         """Bytes of this rank's share that offload keeps off the device: masters, moments and gradients, and the weights

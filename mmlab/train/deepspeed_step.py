@@ -17,7 +17,6 @@ from mmlab.plan.schema import MODULES, Plan
 from mmlab.train.ahead import Pixels
 from mmlab.train.build import Built
 from mmlab.train.deepspeed_build import ZeroModel
-from mmlab.train.optim import learning_rate
 from mmlab.train.step import HybridStep
 
 
@@ -138,9 +137,9 @@ class DeepSpeedStep(HybridStep):
 
     def _update(self, plan: Plan, step: int, factor: float) -> dict[str, float]:
         self.built.reducer.scale(factor)
-        rates = {m: learning_rate(getattr(plan.train, m), step, plan.train.steps) for m in MODULES}
+        rates = self.built.optimizer.step(plan, step, self.built.reducer.grads)
         self.zero.engine.update(rates, {m: getattr(plan.train, m).weight_decay for m in MODULES}, factor)
-        return self.built.optimizer.step(plan, step, self.built.reducer.grads)
+        return rates
 
     def gradients(self) -> dict[str, Tensor]:
         """All gradients, whole, on every rank; all ranks together."""

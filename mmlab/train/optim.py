@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -40,6 +41,23 @@ def learning_rates(plan: Plan, step: int) -> dict[str, float]:
     return {m: learning_rate(getattr(plan.train, m), step, plan.train.steps) for m in MODULES}
 
 
+def parameter_groups(plan: Plan, named: Iterable[tuple[str, Tensor]]) -> list[dict[str, Any]]:
+    """AdamW's groups of (module, parameter or part of one): one for each module and for what decays and what does not,
+    with the module's name and whether it decays. The decay itself comes with each step."""
+    found = list(named)
+    groups = []
+    for module in MODULES:
+        settings: ModuleTrain = getattr(plan.train, module)
+        for decay in (True, False):
+            params = [value for of, value in found if of == module and decays(value.dim()) == decay]
+            if params:
+                groups.append(
+                    {"params": params, "module": module, "decay": decay, "lr": settings.lr,
+                     "betas": (settings.beta1, settings.beta2), "eps": settings.eps, "weight_decay": 0.0}
+                )  # fmt: skip
+    return groups
+
+
 class Optimizer:
     """torch's fused AdamW over the plain local tensors of one rank's parameters.
 
@@ -56,17 +74,7 @@ class Optimizer:
             RowGather([t.value for t in trained if t.module == module], group, GATHER_BYTES)
             for module, group in self.shards.items()
         ]
-        groups = []
-        for module in MODULES:
-            settings: ModuleTrain = getattr(plan.train, module)
-            for decay in (True, False):
-                mine = [t for t in trained if t.module == module and decays(t.value.dim()) == decay]
-                values = [self.values[t.name] for t in mine]
-                if values:
-                    groups.append(
-                        {"params": values, "module": module, "decay": decay, "lr": settings.lr,
-                         "betas": (settings.beta1, settings.beta2), "eps": settings.eps, "weight_decay": 0.0}
-                    )  # fmt: skip
+        groups = parameter_groups(plan, ((t.module, self.values[t.name]) for t in trained))
         self.adamw = torch.optim.AdamW(groups, fused=True) if groups else None
         if self.adamw is not None:
             for t in trained:  # made now rather than at the first step, so that a checkpoint can load into it
