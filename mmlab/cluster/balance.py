@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from mmlab.cluster.pool import RankError, RankPool
-from mmlab.errors import MmlabError
+from mmlab.cluster.pool import RankPool, borrowed
 from mmlab.plan import Plan
 
 TIMEOUT = 600.0
@@ -17,14 +16,6 @@ def measure(plan: Plan, pool: RankPool | None = None) -> dict[str, Any]:
     PlanError when the plan has problems; MmlabError with what is wrong with its data.
     """
     plan.check().raise_if_any()
-    own = pool or RankPool(1)
-    try:
+    with borrowed(1, pool) as own:
         found: dict[str, Any] = own.run("mmlab.train.balance:measure_plan", plan.dumps(), ranks=1, timeout=TIMEOUT)[0]
-    except RankError as error:
-        if error.said:
-            raise MmlabError(error.said) from None
-        raise
-    finally:
-        if pool is None:
-            own.close()
     return found

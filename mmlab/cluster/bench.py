@@ -6,8 +6,7 @@ import statistics
 from collections.abc import Callable
 from typing import Any
 
-from mmlab.cluster.pool import RankError, RankPool
-from mmlab.errors import MmlabError
+from mmlab.cluster.pool import borrowed
 from mmlab.plan import Plan, check_platform
 
 MODES = ("none", "optimizer", "parameters", "nvme")
@@ -59,11 +58,6 @@ def bench_offload(plan: Plan, steps: int, say: Callable[[str], None] = lambda te
 
 def _run(case: Plan, steps: int) -> list[dict[str, Any]]:
     """What each rank measured, in new processes: peaks of memory are since their start."""
-    with RankPool(case.world_size, threads=case.cluster.threads or 1) as pool:
-        try:
-            found: list[dict[str, Any]] = pool.run("mmlab.train.bench:run_steps", case.dumps(), steps, timeout=TIMEOUT)
-        except RankError as error:
-            if error.said:
-                raise MmlabError(error.said) from None
-            raise
+    with borrowed(case.world_size, threads=case.cluster.threads or 1) as pool:
+        found: list[dict[str, Any]] = pool.run("mmlab.train.bench:run_steps", case.dumps(), steps, timeout=TIMEOUT)
     return found

@@ -16,14 +16,14 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from multiprocessing import Pipe
 from multiprocessing.connection import wait
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from mmlab.errors import RunFailed
+from mmlab.errors import MmlabError, RunFailed
 
 GRACE = 0.5
 """Seconds that the other ranks get to report after the first one failed: the cause is then among several reports."""
@@ -219,3 +219,22 @@ class RankPool:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+@contextlib.contextmanager
+def borrowed(ranks: int, pool: RankPool | None = None, threads: int = 1) -> Iterator[RankPool]:
+    """A pool of at least `ranks`: the given one, or a new one of `threads` torch threads each that ends with the block.
+
+    What a rank said is wrong with the user's input comes as MmlabError in place of RankError.
+    """
+    own = pool or RankPool(ranks, threads)
+    try:
+        own.grow(ranks)
+        yield own
+    except RankError as error:
+        if error.said:
+            raise MmlabError(error.said) from None
+        raise
+    finally:
+        if pool is None:
+            own.close()

@@ -8,8 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from mmlab.cluster.pool import RankError, RankPool
-from mmlab.errors import MmlabError
+from mmlab.cluster.pool import RankPool, borrowed
 from mmlab.plan import Plan, check_platform
 from mmlab.plan.schema import MODULES
 
@@ -44,18 +43,8 @@ def verify(
     plan.check().raise_if_any()
     began = time.monotonic()
     say = progress or (lambda text: None)
-    own = pool or RankPool(plan.world_size)
-    own.grow(plan.world_size)
-    try:
-        with tempfile.TemporaryDirectory(prefix="mmlab-verify-") as folder:
-            found = _verify(plan, steps, say, own, Path(folder))
-    except RankError as error:
-        if error.said:
-            raise MmlabError(error.said) from None
-        raise
-    finally:
-        if pool is None:
-            own.close()
+    with borrowed(plan.world_size, pool) as own, tempfile.TemporaryDirectory(prefix="mmlab-verify-") as folder:
+        found = _verify(plan, steps, say, own, Path(folder))
     return found | {"world_size": plan.world_size, "plan": plan.dumps(), "seconds": round(time.monotonic() - began, 3)}
 
 
