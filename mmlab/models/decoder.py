@@ -16,11 +16,12 @@ from torch import Tensor, nn
 from mmlab.data.packed import PackedText
 from mmlab.models.attention import Attend, SharedText, whole_attention
 from mmlab.models.initial import MakeParameter
-from mmlab.models.layers import Linear, RMSNorm, Table, at_least_float32, run_block
+from mmlab.models.layers import Linear, RMSNorm, Table, run_block
 from mmlab.models.sharding import EMBED_TOKENS, FINAL_NORM, LANGUAGE, LM_HEAD
 from mmlab.parallel.tensor import (
     IGNORED,
     TensorGroup,
+    at_least_float32,
     enter_columns,
     gather_from_group,
     leave_rows,

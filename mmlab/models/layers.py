@@ -14,12 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from mmlab.models.initial import MakeParameter
 from mmlab.parallel.deferred import WeightQueue, deferred_linear
-from mmlab.parallel.tensor import local
-
-
-def at_least_float32(dtype: torch.dtype) -> torch.dtype:
-    """The format for what half precision would spoil (norms, rotations, loss): float64 if `dtype` is, else float32."""
-    return dtype if dtype == torch.float64 else torch.float32
+from mmlab.parallel.tensor import at_least_float32, local
 
 
 def without_half(x: Tensor) -> Tensor:

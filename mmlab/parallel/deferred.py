@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from mmlab.parallel.gradients import local_tensor
 from mmlab.parallel.tensor import local
 
 Key = tuple[int, int]
@@ -82,12 +83,16 @@ def weight_grad(x: Tensor, grad: Tensor) -> Tensor:
 
 def _accumulate(weight: Tensor, grad: Tensor) -> None:
     """Add the gradient of this rank's part of a parameter to `.grad`, in the parameter's own format and placement."""
-    grad = grad.to(weight.dtype)
     if weight.grad is None:
-        weight.grad = DTensor(grad, weight._spec, requires_grad=False) if isinstance(weight, DTensor) else grad
+        weight.grad = _as_gradient(grad, weight)
     else:
-        held = weight.grad
-        (held._local_tensor if isinstance(held, DTensor) else held).add_(grad)
+        local_tensor(weight.grad).add_(grad.to(weight.dtype))
+
+
+def _as_gradient(grad: Tensor, weight: Tensor) -> Tensor:
+    """The gradient of this rank's part of a parameter, in the parameter's own format and placement."""
+    grad = grad.to(weight.dtype)
+    return DTensor(grad, weight._spec, requires_grad=False) if isinstance(weight, DTensor) else grad
 
 
 class _Linear(torch.autograd.Function):
@@ -109,9 +114,7 @@ class _Linear(torch.autograd.Function):
         if wants_weight and ctx.queue.open:
             ctx.queue.put(ctx.weight, x, grad)
         elif wants_weight:
-            of_weight = weight_grad(x, grad).to(ctx.weight.dtype)
-            if isinstance(ctx.weight, DTensor):
-                of_weight = DTensor(of_weight, ctx.weight._spec, requires_grad=False)
+            of_weight = _as_gradient(weight_grad(x, grad), ctx.weight)
         of_bias = grad.flatten(0, -2).sum(0) if wants_bias else None
         return (grad @ plain if wants_x else None), of_weight, of_bias, None
 

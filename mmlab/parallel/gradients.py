@@ -22,6 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
 
+from mmlab.parallel.tensor import TensorGroup
 from mmlab.parallel.traffic import Traffic
 from mmlab.plan.schema import MODULES
 
@@ -142,7 +143,7 @@ class Reducer:
         groups: data-parallel group of each module, None where the rank is alone.
         bucket_bytes: upper bound of a bucket of each module.
         tp: the tensor group, for gradients that are partial over it.
-        traffic: where the bytes are counted.
+        traffic: where the bytes of the data-parallel groups are counted.
 
     `grads[name]` is a view of a parameter's gradient, in the parameter's local shape.
     """
@@ -152,10 +153,10 @@ class Reducer:
         trained: list[Trained],
         groups: Mapping[str, dist.ProcessGroup | None],
         bucket_bytes: Mapping[str, float],
-        tp: dist.ProcessGroup | None = None,
+        tp: TensorGroup | None = None,
         traffic: Traffic | None = None,
     ) -> None:
-        self.trained, self.groups, self.tp, self.traffic = trained, groups, tp, traffic
+        self.trained, self.groups, self.tp, self.traffic = trained, groups, tp or TensorGroup(), traffic
         self.sums: dict[str, BucketSum] = {module: DenseSum() for module in MODULES}
         self.grads: dict[str, Tensor] = {}
         self.buckets: list[Bucket] = []
@@ -205,6 +206,11 @@ class Reducer:
             self.grads[t.name].copy_(local_tensor(grad))
             t.param.grad = None
 
+    def _fill_missing(self, bucket: Bucket) -> None:
+        for t in bucket.members:
+            if t.name in bucket.missing:
+                self._fill(t)
+
     def _start(self, bucket: Bucket) -> None:
         group = self.groups.get(bucket.module)
         if group is None:
@@ -224,18 +230,12 @@ class Reducer:
     def finish(self) -> None:
         """Start what is left, in order, and wait for everything: gradients are then those of the global batch."""
         for bucket in self.buckets[self._next :]:
-            for t in bucket.members:
-                if t.name in bucket.missing:
-                    self._fill(t)
+            self._fill_missing(bucket)
             self._start(bucket)
         for bucket in self.partial:
-            for t in bucket.members:
-                if t.name in bucket.missing:
-                    self._fill(t)
-            if self.tp is not None:
-                if self.traffic is not None:
-                    self.traffic.add("tp", bucket.flat)
-                dist.all_reduce(bucket.flat, group=self.tp)
+            self._fill_missing(bucket)
+            if self.tp.size > 1:
+                self.tp.all_reduce(bucket.flat)
             self._start(bucket)
         self._wait()
         self._take_sharded()
@@ -248,11 +248,9 @@ class Reducer:
                 self.grads[t.name] = torch.zeros_like(t.value) if grad is None else local_tensor(grad)
                 t.param.grad = None
         partial = [self.grads[t.name] for t in self.trained if t.sharded and t.partial_over_tp]
-        if partial and self.tp is not None:
+        if partial and self.tp.size > 1:
             flat = torch.cat([grad.flatten() for grad in partial])
-            if self.traffic is not None:
-                self.traffic.add("tp", flat)
-            dist.all_reduce(flat, group=self.tp)
+            self.tp.all_reduce(flat)
             torch._foreach_copy_(
                 partial,
                 [g.view(p.shape) for p, g in zip(partial, flat.split([p.numel() for p in partial]), strict=True)],

@@ -31,6 +31,11 @@ IGNORED = -100
 """Target of a position that has nothing to predict."""
 
 
+def at_least_float32(dtype: torch.dtype) -> torch.dtype:
+    """The format for what half precision would spoil (norms, rotations, loss): float64 if `dtype` is, else float32."""
+    return dtype if dtype == torch.float64 else torch.float32
+
+
 @dataclass(frozen=True)
 class TensorGroup:
     """The ranks that share the layers of one stage; a single rank has neither group nor mesh."""
@@ -299,7 +304,7 @@ def vocab_parallel_cross_entropy(logits: Tensor, targets: Tensor, tp: TensorGrou
     Returns:
         A scalar in at least float32, the same on every rank.
     """
-    logits = logits if logits.dtype == torch.float64 else logits.float()
+    logits = logits.to(at_least_float32(logits.dtype))
     if tp.size == 1:
         return F.cross_entropy(logits, targets, ignore_index=IGNORED, reduction="sum")
     return cast(Tensor, _VocabParallelCrossEntropy.apply(logits, targets, tp))

@@ -33,5 +33,5 @@ class Traffic:
     def take(self) -> list[float]:
         """Bytes of each axis, in the order of AXES; counting starts anew."""
         taken = [float(self.bytes[axis]) for axis in AXES]
-        self.__init__()  # type: ignore[misc]
+        self.bytes, self.calls = dict.fromkeys(AXES, 0), dict.fromkeys(AXES, 0)
         return taken

@@ -106,7 +106,7 @@ def build(plan: Plan, mesh: Mesh) -> Built:
     weights = _deferred(plan, part)
     sharded = shard_part(plan, part, mesh.shards)
     trained = _trained(plan, mesh, part, sharded)
-    reducer = Reducer(trained, mesh.reductions, _bucket_bytes(plan), mesh.tp.group, mesh.traffic)
+    reducer = Reducer(trained, mesh.reductions, _bucket_bytes(plan), mesh.tp, mesh.traffic)
     optimizer = Optimizer(plan, trained, mesh.shards)
     return Built(part, trained, reducer, optimizer, build_schedule(plan).ops[mesh.place.rank], sharded, weights)
 
@@ -116,7 +116,7 @@ def _build_deepspeed(plan: Plan, mesh: Mesh) -> Built:
     zero = ZeroModel(plan, mesh)
     held = {*zero.engine.params, *zero.engine.frozen}
     trained = [t for t in _trained(plan, mesh, zero.part, ()) if t.name not in held]
-    reducer = Reducer(trained, mesh.reductions, _bucket_bytes(plan), mesh.tp.group, mesh.traffic)
+    reducer = Reducer(trained, mesh.reductions, _bucket_bytes(plan), mesh.tp, mesh.traffic)
     kinds = ("forward", "backward", "reduce", "norm", "update")  # encoding is part of the one forward
     ops = [op for op in build_schedule(plan).ops[mesh.place.rank] if op.kind in kinds]
     return Built(zero.part, trained, reducer, Optimizer(plan, trained), ops, {}, None, zero)

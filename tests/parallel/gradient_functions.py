@@ -9,6 +9,7 @@ import torch.distributed as dist
 
 from mmlab.parallel import gradients, shm
 from mmlab.parallel.gradients import Reducer, Trained
+from mmlab.parallel.tensor import TensorGroup
 from mmlab.parallel.traffic import Traffic
 
 MODULES = ("vision", "projector", "language")
@@ -113,7 +114,7 @@ def partial(rank, world, host, port) -> dict:
     parameters = [torch.nn.Parameter(torch.ones(3)) for _ in range(3)]
     reducer = Reducer(
         trained_of(parameters, partial=1), dict.fromkeys(MODULES, data_groups[rank % 2]),
-        dict.fromkeys(MODULES, 100.0), tensor_groups[rank // 2],
+        dict.fromkeys(MODULES, 100.0), TensorGroup(tensor_groups[rank // 2], rank % 2, 2),
     )  # fmt: skip
     sum((p * 10.0**rank).sum() for p in parameters).backward()
     reducer.finish()

@@ -11,6 +11,8 @@ import math
 import torch
 from torch import Tensor
 
+from mmlab.parallel.tensor import at_least_float32
+
 _aten = torch.ops.aten
 
 
@@ -88,7 +90,7 @@ def _sum_heads(grad: Tensor, k: Tensor) -> Tensor:
 
 
 def _scores(q: Tensor, k: Tensor, causal: bool, mask: Tensor | None) -> Tensor:
-    wide = torch.float64 if q.dtype == torch.float64 else torch.float32
+    wide = at_least_float32(q.dtype)
     scores = q.to(wide) @ k.to(wide).transpose(-1, -2) * q.shape[-1] ** -0.5
     if causal:
         mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).tril_()

@@ -21,21 +21,18 @@ from torch import Tensor
 from mmlab.parallel.context.blocks import AttentionPlan, Batch, Exchange, Places
 from mmlab.parallel.context.kernels import attend, attend_backward
 from mmlab.parallel.context.split import ContextGroup
+from mmlab.parallel.tensor import at_least_float32
 
 Pair = tuple[Tensor, Tensor]
 """Keys and values, or their gradients."""
-
-
-def _wide(x: Tensor) -> torch.dtype:
-    return torch.float64 if x.dtype == torch.float64 else torch.float32
 
 
 class _Sum:
     """A running attention of every query of this rank: output [T, H, Dh] and log-sum-exp [T, H], at least float32."""
 
     def __init__(self, q: Tensor) -> None:
-        self.out = torch.zeros(q.shape, dtype=_wide(q), device=q.device)
-        self.lse = torch.full(q.shape[:2], -math.inf, dtype=_wide(q), device=q.device)
+        self.out = torch.zeros(q.shape, dtype=at_least_float32(q.dtype), device=q.device)
+        self.lse = torch.full(q.shape[:2], -math.inf, dtype=at_least_float32(q.dtype), device=q.device)
 
     def add(self, at: Places, out: Tensor, lse: Tensor) -> None:
         """Merge a partial attention [B, H, L, Dh] with log-sum-exp [B, H, L] of some queries."""
@@ -173,7 +170,7 @@ class _Ring(torch.autograd.Function):
         q, k, v, out, lse = ctx.saved_tensors
         plan: AttentionPlan = ctx.plan
         group: ContextGroup = ctx.group
-        grad, wide = grads[0], _wide(q)
+        grad, wide = grads[0], at_least_float32(q.dtype)
         dq, dk, dv = (torch.zeros(x.shape, dtype=wide, device=x.device) for x in (q, k, v))
         steps, back = _Steps(plan, group, k, v), _Backward(q, out, lse, dq)
         if len(plan.merged):
