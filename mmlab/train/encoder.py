@@ -41,6 +41,7 @@ class EncoderRunner:
         self.coming: Sequence[tuple[StepManifest, Pixels]] = ()
         self._outputs: dict[int, Tensor] = {}
         self._grads: dict[int, Tensor] = {}
+        self._routes: dict[tuple[int, int], Route] = {}
 
     def begin(
         self, manifest: StepManifest, pixels: Mapping[int, Tensor], coming: Sequence[tuple[StepManifest, Pixels]] = ()
@@ -48,8 +49,8 @@ class EncoderRunner:
         """Take a step's images: `pixels[position]` [tiles, 3, S, S] for each position that this rank owns; `coming` are
         the steps that are to be encoded ahead."""
         self.manifest, self.pixels, self.coming = manifest, pixels, coming
-        self._outputs.clear()
-        self._grads.clear()
+        for store in (self._outputs, self._grads, self._routes):
+            store.clear()
 
     def handlers(self) -> dict[str, Handler]:
         """Handler of each kind of op."""
@@ -110,25 +111,28 @@ class EncoderRunner:
         start = sum(sum(self._rows(m).values()) for m in range(group[0], microbatch))
         return self._outputs[group[0]][start : start + sum(self._rows(microbatch).values())]
 
+    def _route(self, replica: int, microbatch: int) -> Route:
+        """How a replica's tokens of a microbatch travel; the gradients go the same way back."""
+        assert self.manifest is not None
+        if (replica, microbatch) not in self._routes:
+            self._routes[replica, microbatch] = Route(self.mesh.layout, self.manifest, replica, microbatch)
+        return self._routes[replica, microbatch]
+
     def send_tokens(self, op: Op) -> None:
         """Send each replica its rows."""
-        assert self.manifest is not None
-        microbatch, offset = op.microbatch, 0
-        for replica, count in self._rows(microbatch).items():
-            rows = self._output(microbatch)[offset : offset + count]
-            offset += count
-            route = Route(self.mesh.layout, self.manifest, replica, microbatch)
-            for rank, piece in route.receivers(self.owner):
+        microbatch, counts = op.microbatch, self._rows(op.microbatch)
+        if not counts:
+            return
+        for replica, rows in zip(counts, self._output(microbatch).split(list(counts.values())), strict=True):
+            for rank, piece in self._route(replica, microbatch).receivers(self.owner):
                 self.mesh.tokens.send(rows[piece.start : piece.stop], rank, "tokens", microbatch)
 
     def recv_token_grads(self, op: Op) -> None:
         """Receive the gradients of this rank's rows; what context-parallel ranks give back is summed."""
-        assert self.manifest is not None
         microbatch, grads = op.microbatch, []
         for replica, count in self._rows(microbatch).items():
             grad = torch.zeros((count, token_width(self.plan)), dtype=token_dtype(self.plan), device=self.mesh.device)
-            route = Route(self.mesh.layout, self.manifest, replica, microbatch)
-            for rank, piece in route.returners(self.owner):
+            for rank, piece in self._route(replica, microbatch).returners(self.owner):
                 shape = (piece.stop - piece.start, grad.shape[1])
                 grad[piece.start : piece.stop] += self.mesh.token_grads.recv(
                     shape, grad.dtype, rank, "token_grads", microbatch

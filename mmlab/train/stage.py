@@ -239,8 +239,7 @@ class StageRunner:
 
     def send_token_grads(self, op: Op) -> None:
         """Send the gradients of image tokens back to the images' owners."""
-        assert self.manifest is not None
         tokens = self._tokens.pop(op.microbatch)
         if tokens.numel():
             grad = tokens.grad if tokens.grad is not None else torch.zeros_like(tokens)
-            self.exchange.give_back(self.manifest, op.microbatch, grad)
+            self.exchange.give_back(op.microbatch, grad)

@@ -129,14 +129,12 @@ class TokenExchange:
     def __init__(self, plan: Plan, mesh: Mesh) -> None:
         self.mesh = mesh
         self.width, self.dtype = token_width(plan), token_dtype(plan)
-
-    def _route(self, manifest: StepManifest, microbatch: int) -> Route:
-        return Route(self.mesh.layout, manifest, self.mesh.place.dp, microbatch)
+        self._routes: dict[int, Route] = {}
 
     def receive(self, manifest: StepManifest, microbatch: int) -> Tensor:
         """Image tokens [N*P, D] of a microbatch of this rank's replica, in the order of its images."""
         link, place = self.mesh.tokens, self.mesh.place
-        route = self._route(manifest, microbatch)
+        route = self._routes[microbatch] = Route(self.mesh.layout, manifest, place.dp, microbatch)
         pieces = route.incoming(place.cp, place.tp)
         parts = [
             link.recv((piece.stop - piece.start, self.width), self.dtype,
@@ -165,10 +163,11 @@ class TokenExchange:
         dist.all_gather_into_tensor(gathered, mine, group=tp.group)
         return [whole[:size] for whole, size in zip(gathered.split(max(sizes)), sizes, strict=True)]
 
-    def give_back(self, manifest: StepManifest, microbatch: int, grad: Tensor) -> None:
-        """Send the gradients [N*P, D] of image tokens to the images' owners, as far as it is this rank's part."""
+    def give_back(self, microbatch: int, grad: Tensor) -> None:
+        """Send the gradients [N*P, D] of the image tokens that a microbatch received to the images' owners, as far as
+        it is this rank's part."""
         place = self.mesh.place
-        route = self._route(manifest, microbatch)
+        route = self._routes.pop(microbatch)
         for piece in route.outgoing(place.cp, place.tp):
             peer = self.mesh.layout.vision_ranks[piece.owner]
             rows = grad[route.index([piece]).to(grad.device)]
