@@ -17,8 +17,9 @@ from mmlab.parallel.exchange import Link
 from mmlab.parallel.sharding import ShardGroup, shard_groups
 from mmlab.parallel.tensor import TensorGroup
 from mmlab.parallel.traffic import Traffic
+from mmlab.plan.holders import beside_encoder
 from mmlab.plan.layout import Layout, Place
-from mmlab.plan.schema import Plan
+from mmlab.plan.schema import MODULES, Plan
 
 GROUP_TIMEOUT = datetime.timedelta(hours=6)
 """How long a collective may wait: longer than the longest work that one rank does alone (checksums of a checkpoint,
@@ -143,11 +144,7 @@ def build_mesh(plan: Plan, layout: Layout, rank: int, store: dist.Store | None, 
     if cp_group is not None:
         p = plan.parallel
         cp = ContextGroup(cp_group, place.cp, p.cp, p.cp_mode, p.cp_scope, traffic)
-    reductions = {
-        "vision": vision_group,
-        "projector": vision_group if plan.parallel.projector == "vision" else language_group,
-        "language": language_group,
-    }
+    reductions = {m: vision_group if beside_encoder(plan, m) else language_group for m in MODULES}
     return Mesh(
         layout, place, device, control, tp, cp, reductions, embedding,
         Link(forward, rank, device, traffic, forward_down),

@@ -51,11 +51,14 @@ def with_encoder(layout: Layout, stages: Mapping[int, Sequence[Op]]) -> list[lis
     return merged
 
 
+def encoded_with(microbatch: int, together: int, microbatches: int) -> range:
+    """The microbatches, of so many in a step, that are encoded with one where so many are encoded together."""
+    first = microbatch - microbatch % together
+    return range(first, min(first + together, microbatches))
+
+
 def _group(plan: Plan, microbatch: int) -> range:
-    """The microbatches that are encoded with one."""
-    p = plan.parallel
-    first = microbatch - microbatch % p.encoder_batch
-    return range(first, min(first + p.encoder_batch, p.microbatches))
+    return encoded_with(microbatch, plan.parallel.encoder_batch, plan.parallel.microbatches)
 
 
 def _encode(plan: Plan, group: range) -> Iterator[Op]:

@@ -12,8 +12,9 @@ from functools import cached_property
 from itertools import product
 from typing import Any, Literal
 
+from mmlab.plan.holders import beside_encoder
 from mmlab.plan.placement import layout_html, layout_svg, layout_text
-from mmlab.plan.schema import Plan
+from mmlab.plan.schema import MODULES, Plan
 from mmlab.plan.stages import stages_of
 
 
@@ -146,10 +147,7 @@ class Layout:
 
     def copies(self, module: str) -> list[list[int]]:
         """Groups of ranks that hold the same parameters of a module and see other data."""
-        beside = module == "projector" and self.plan.parallel.projector == "vision"
-        if module == "vision" or beside:
-            return [self.vision_group]
-        return self.language_groups
+        return [self.vision_group] if beside_encoder(self.plan, module) else self.language_groups
 
     @cached_property
     def language_groups(self) -> list[list[int]]:
@@ -178,16 +176,13 @@ class Layout:
 
         KeyError for an unknown axis.
         """
-        beside = self.plan.parallel.projector == "vision"
         groups = {
             "tp": self.tp_groups,
             "cp": self.cp_groups,
             "cp_skipped": self.cp_groups,
             "pp": self.pipelines,
             "tokens": self._token_groups(),
-            "vision": [self.vision_group],
-            "projector": [self.vision_group] if beside else self.language_groups,
-            "language": self.language_groups,
+            **{module: self.copies(module) for module in MODULES},
             "sharding": self.language_groups,
             "embedding": self.embedding_groups,
         }

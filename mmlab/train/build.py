@@ -8,21 +8,19 @@ from dataclasses import dataclass
 from mmlab.models.build import Part, PartModel, build_part
 from mmlab.models.layers import defer_weights
 from mmlab.models.parallelize import shard_part
-from mmlab.models.sharding import partial_over_tp
+from mmlab.models.sharding import EMBED_TOKENS, partial_over_tp
 from mmlab.models.weights import init_from
 from mmlab.parallel.deferred import WeightQueue
 from mmlab.parallel.gradients import Reducer, Trained, local_tensor, split_over_tp
 from mmlab.parallel.mesh import Mesh
 from mmlab.parallel.sharding import Sharded
+from mmlab.plan.holders import beside_encoder
 from mmlab.plan.layout import Layout, Place
 from mmlab.plan.schedule import Op, build_schedule
-from mmlab.plan.schema import Plan
+from mmlab.plan.schema import MODULES, Plan
 from mmlab.train.deepspeed_build import ZeroModel
 from mmlab.train.optim import Optimizer
 from mmlab.train.precision import master_dtype
-
-EMBEDDING = "language.model.embed_tokens.weight"
-"""Global name of the embedding table, tied or not."""
 
 
 def part_of(plan: Plan, layout: Layout, place: Place) -> Part:
@@ -54,12 +52,11 @@ class Built:
 
 def is_tied_copy(plan: Plan, place: Place, name: str) -> bool:
     """Whether a parameter is the last stage's copy of the tied embedding (the first stage's is the one that counts)."""
-    return name == EMBEDDING and plan.model.language.tied_embeddings and place.role == "language" and place.pp > 0
+    return name == EMBED_TOKENS and plan.model.language.tied_embeddings and place.role == "language" and place.pp > 0
 
 
 def _trained(plan: Plan, mesh: Mesh, part: PartModel, sharded: Collection[str]) -> list[Trained]:
     place = mesh.place
-    beside = ("vision", "projector") if plan.parallel.projector == "vision" else ("vision",)
     trained = []
     for name, param in part.named_parameters():
         module = name.split(".", 1)[0]
@@ -71,7 +68,7 @@ def _trained(plan: Plan, mesh: Mesh, part: PartModel, sharded: Collection[str]) 
         )  # each rank has rows of its own of what is sharded
         once = mine and (split or place.tp == 0)  # replicas over tp are equal
         first = module in sharded or place.vision == 0
-        counted = first if module in beside else once and not is_tied_copy(plan, place, name)
+        counted = first if beside_encoder(plan, module) else once and not is_tied_copy(plan, place, name)
         # With sequence parallelism a replicated parameter (norms) sees its rank's share of the tokens alone.
         shares = mesh.tp.sequence and module == "language" and not split
         partial = mesh.tp.size > 1 and (shares or partial_over_tp(name))
@@ -92,9 +89,8 @@ def _deferred(plan: Plan, part: PartModel) -> WeightQueue | None:
 
 def _bucket_bytes(plan: Plan) -> dict[str, float]:
     """Largest bucket of each module; the projector goes with the side that computes it."""
-    vision, language = plan.communication.vision.bucket_mb * 1e6, plan.communication.language.bucket_mb * 1e6
-    beside = plan.parallel.projector == "vision"
-    return {"vision": vision, "projector": vision if beside else language, "language": language}
+    sides = plan.communication
+    return {m: 1e6 * (sides.vision if beside_encoder(plan, m) else sides.language).bucket_mb for m in MODULES}
 
 
 def build(plan: Plan, mesh: Mesh) -> Built:

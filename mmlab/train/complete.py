@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from mmlab.models.sharding import EMBED_TOKENS
 from mmlab.parallel.gradients import Trained
+from mmlab.plan.holders import beside_encoder
 from mmlab.plan.layout import Layout, Place
 from mmlab.plan.ops import Op
 
@@ -21,9 +22,8 @@ def closing_ops(layout: Layout, place: Place, ops: Sequence[Op], trained: Sequen
     left out.
     """
     closing: dict[Op, list[Trained]] = {}
-    beside = layout.plan.parallel.projector == "vision"
     for t in trained:
-        if t.module == "vision" or (t.module == "projector" and beside):
+        if beside_encoder(layout.plan, t.module):
             wanted = [op for op in ops if op.kind == "encode_backward"]
         else:
             chunks = _chunks(layout, place, t)

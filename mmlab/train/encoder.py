@@ -12,6 +12,7 @@ from mmlab.data.manifest import StepManifest
 from mmlab.models.build import PartModel
 from mmlab.parallel.mesh import Mesh
 from mmlab.parallel.pipeline import Handler
+from mmlab.plan.encoder_ops import encoded_with
 from mmlab.plan.ops import Op
 from mmlab.plan.schema import Plan
 from mmlab.train.ahead import EncodeAhead, Pixels, Trace
@@ -64,8 +65,7 @@ class EncoderRunner:
 
     def _together(self, manifest: StepManifest, microbatch: int) -> range:
         """The microbatches of a step that are encoded with one."""
-        first = microbatch - microbatch % self.together
-        return range(first, min(first + self.together, manifest.split.microbatches))
+        return encoded_with(microbatch, self.together, manifest.split.microbatches)
 
     def _rows(self, microbatch: int) -> dict[int, int]:
         """replica -> rows of image tokens that this rank owns in a microbatch, in row order."""

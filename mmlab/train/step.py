@@ -15,14 +15,16 @@ from mmlab.data.manifest import StepManifest
 from mmlab.data.packed import PackedText
 from mmlab.errors import RunFailed
 from mmlab.messages import AXES, PHASES
+from mmlab.models.sharding import EMBED_TOKENS
 from mmlab.parallel.gradients import local_tensor, reduce_tied
 from mmlab.parallel.mesh import Mesh
 from mmlab.parallel.pipeline import Handler, forward_ops, run_ops
 from mmlab.parallel.watch import Watch
+from mmlab.plan.holders import beside_encoder
 from mmlab.plan.ops import Op
 from mmlab.plan.schema import MODULES, Plan
 from mmlab.train.ahead import Pixels
-from mmlab.train.build import EMBEDDING, Built
+from mmlab.train.build import Built
 from mmlab.train.complete import closing_ops
 from mmlab.train.encoder import EncoderRunner
 from mmlab.train.optim import learning_rates
@@ -172,9 +174,8 @@ class HybridStep:
         """A handler of backward that says first which gradients the op completes."""
         closing = {op.chunk: op for op in self.built.ops if op.kind == kind}
         last = next((op for op in reversed(self.built.ops) if op.kind == kind), None)
-        modules = ("vision", *(["projector"] if self.plan.parallel.projector == "vision" else []))
         beside = kind == "encode_backward"
-        sharded = [s for name, s in self.built.sharded.items() if (name in modules) == beside]
+        sharded = [s for name, s in self.built.sharded.items() if beside_encoder(self.plan, name) == beside]
 
         def handle(op: Op) -> None:
             self.built.reducer.arm(t.name for t in self._closing.get(op, ()))
@@ -293,8 +294,8 @@ class HybridStep:
             module.finish()
 
     def _reduce_embedding(self) -> None:
-        if self.mesh.embedding is not None and EMBEDDING in self.built.reducer.grads:
-            grad = self.built.reducer.grads[EMBEDDING]
+        if self.mesh.embedding is not None and EMBED_TOKENS in self.built.reducer.grads:
+            grad = self.built.reducer.grads[EMBED_TOKENS]
             self.mesh.traffic.add("embedding", grad)
             reduce_tied(grad, self.mesh.embedding)
 
