@@ -116,7 +116,6 @@ class Run(Steered):
 
     def traffic(self) -> TrafficTable:
         """Who talks to whom: groups of ranks, bytes a step as counted, time under way and waited for; a table."""
-        self._record.events()
         return self._record.traffic()
 
     def doctor(self) -> Diagnosis:

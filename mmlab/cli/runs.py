@@ -60,11 +60,7 @@ def show(run: RunArgument, follow: Annotated[bool, typer.Option(help="Go on unti
 
 def traffic(run: RunArgument) -> None:
     """Show what a run's ranks say to each other: groups, bytes a step, time under way and waited for."""
-    from mmlab.tracking.record import RunRecord
-
-    record = RunRecord(find_run(run))
-    record.events()
-    console().print(str(record.traffic()), markup=False, soft_wrap=True)
+    console().print(str(open_run(run).traffic()), markup=False, soft_wrap=True)
 
 
 def pause(run: RunArgument) -> None:

@@ -6,8 +6,9 @@ Kinds and what they carry beside `t` (seconds since the epoch), `kind`, `lineage
   `transport` (what they talk through); for failed: `cause` (a failure's kind), rank, role, phase, log
 - `lineage`: id, parent (lineage or ""), parent_step: where the lineage branches off
 - `step`: loss, tokens, images, samples, seconds, tokens_per_s, images_per_s, data_wait, lr {module: x}, grad_norm
-  {module: x}, grad_norm_total (null where not finite), loss_scale (with fp16), phases [[seconds of each phase in
-  `messages.PHASES`] for each rank] with telemetry on
+  {module: x}, grad_norm_total (null where not finite), loss_scale (with fp16), with telemetry on
+  phases [[seconds of each phase in `messages.PHASES`] for each rank], traffic {axis of `messages.AXES`: [bytes of each
+  group of the layout]} and communication {module: {seconds, exposed}} of its gradients under way and waited for
 - `command`: id, verb, args, ok, ranks, message
 - `checkpoint`: name, path, seconds, bytes; `restore`: name, from_step, values {live key: as saved}
 - `eval`: loss, loss_swapped (null without images), tokens; `samples`: folder, items [{image, truth, text, prompt}]

@@ -114,12 +114,11 @@ class Diagnosis:
             for call, waits in self._calls(rank).items():
                 longest = max((w.seconds for w in waits if w.seconds is not None), default=None)
                 since = f" for {longest:.1f} s" if longest is not None else ""
-                verb = "has not joined" if waits[0].op not in ("send", "recv") else "is waited for by"
-                who = _ranks(w.rank for w in waits)
-                them = "where " + who + f" wait{'s' if len(waits) == 1 else ''}"
-                call = call if verb == "has not joined" else f"{who}:"
-                text = f"{call}, {them}{since}" if verb == "has not joined" else f"{call} {waits[0].call}{since}"
-                lines.append(f"rank {rank}{role} {verb} {text}")
+                who, verb = _ranks(w.rank for w in waits), "waits" if len(waits) == 1 else "wait"
+                if waits[0].op in ("send", "recv"):
+                    lines.append(f"rank {rank}{role} is waited for by {who}: {call}{since}")
+                else:
+                    lines.append(f"rank {rank}{role} has not joined {call}, where {who} {verb}{since}")
             if view is not None:
                 process = {"stopped": "its process is stopped (SIGSTOP); ", "gone": "its process has ended; "}
                 where = f" at {view.where}" if view.where else ""

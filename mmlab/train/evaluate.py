@@ -19,6 +19,7 @@ from mmlab.parallel.mesh import Mesh
 from mmlab.plan.ops import Op
 from mmlab.plan.schema import Plan
 from mmlab.train.control import Channel
+from mmlab.train.feed import own_texts
 from mmlab.train.step import HybridStep, Stage, StepInput
 
 LONGEST_ANSWER = 32
@@ -79,11 +80,7 @@ class Evaluator:
     def _loss(self, plan: Plan, manifest: StepManifest, swap: dict[int, int] | None) -> float:
         assert self.source is not None
         place = self.mesh.place
-        texts, pixels = {}, {}
-        if place.role == "language":
-            for m in range(plan.parallel.microbatches):
-                text = self.source.text(manifest, manifest.microbatch(place.dp, m))
-                texts[m] = share(text, plan.model, self.mesh.cp).to(self.mesh.device)
+        texts, pixels = own_texts(plan, self.mesh, self.source, manifest), {}
         if place.vision >= 0:
             for position in manifest.owned(place.vision):
                 shown = swap[position] if swap else position
@@ -169,12 +166,10 @@ class Evaluator:
         if logits is not None:
             ids = self._most_likely(text, logits)
             if not stage.first:
-                assert self.mesh.forward is not None
                 first = layout.rank_of(pp=0, dp=place.dp, cp=place.cp, tp=place.tp)
                 self.mesh.forward.send(ids, first, "next_ids", number)
             return list(ids.tolist())
         if stage.first:
-            assert self.mesh.forward is not None
             last = layout.rank_of(pp=layout.stages.last_pp, dp=place.dp, cp=place.cp, tp=place.tp)
             return list(self.mesh.forward.recv((count,), torch.int64, last, "next_ids", number).tolist())
         return [0] * count

@@ -49,6 +49,19 @@ class Coming:
         return frozenset(self._take()[1])
 
 
+def own_texts(
+    plan: Plan, mesh: Mesh, source: DataSource, manifest: StepManifest, bad: frozenset[int] = frozenset()
+) -> dict[int, PackedText]:
+    """What this rank computes of each microbatch's text, on its device; targets of `bad` samples are masked. Empty on
+    ranks without a stage."""
+    if mesh.place.role != "language":
+        return {}
+    return {
+        m: share(source.text(manifest, manifest.microbatch(mesh.place.dp, m), bad), plan.model, mesh.cp).to(mesh.device)
+        for m in range(plan.parallel.microbatches)
+    }
+
+
 class Feed:
     """Batches of one rank, decoded one step ahead of what is encoded, which may be ahead of what is consumed.
 
@@ -113,17 +126,8 @@ class Feed:
         self.cursors = current.after
         self._look_ahead(current.after, manifest.step)
         coming = [(step.manifest, step.pixels) for step in self._coming][: self.ahead]
-        return StepInput(manifest, bad, self._texts(manifest, bad), current.pixels(), coming)
-
-    def _texts(self, manifest: StepManifest, bad: frozenset[int]) -> dict[int, PackedText]:
-        place = self.mesh.place
-        if place.role != "language":
-            return {}
-        texts = {}
-        for m in range(self.plan.parallel.microbatches):
-            text = self.source.text(manifest, manifest.microbatch(place.dp, m), bad)
-            texts[m] = share(text, self.plan.model, self.mesh.cp).to(self.mesh.device)
-        return texts
+        texts = own_texts(self.plan, self.mesh, self.source, manifest, bad)
+        return StepInput(manifest, bad, texts, current.pixels(), coming)
 
     def _judge(self, manifest: StepManifest, bad: frozenset[int]) -> None:
         limit = self.plan.data.max_bad_share

@@ -12,6 +12,7 @@ import time
 import traceback
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import psutil
 import torch
@@ -168,15 +169,12 @@ def _join(job: Job) -> dist.Store | None:
 
 def _run(plan: Plan, paths: RunPaths, mesh: Mesh, watch: Watch, listener: Listener, job: Job) -> str:
     if job.rank == 0:
-        early = EventLog(paths.events, _lineage(paths))
-        early.emit("state", state="starting", reason="ranks are connected; opening the data, building the model")
-        early.close()
+        reason = "ranks are connected; opening the data, building the model"
+        _emit(paths, "state", state="starting", reason=reason)
     plan, measured = settle(plan, mesh)
     if measured is not None and job.rank == 0:
         plan.save(paths.plan)
-        early = EventLog(paths.events, _lineage(paths))
-        early.emit("balance", **measured)
-        early.close()
+        _emit(paths, "balance", **measured)
     built = build(plan, mesh)  # DeepSpeed makes groups of its own
     listener.connections.mark()
     session = Session(plan, paths, mesh, built, watch, listener)
@@ -257,12 +255,10 @@ def _report_abort(job: Job, paths: RunPaths, watch: Watch, command: Command | No
         return
     source = command.source if command is not None else "api"
     where = f"rank {job.rank} ({watch.role}) was in {watch.phase} of step {watch.step}"
-    log = EventLog(paths.events, _lineage(paths))
     if command is not None:
-        log.emit("command", step=watch.step, id=command.id, verb="abort", args=command.args, source=source,
-                 ok=True, ranks=[job.rank], message=where)  # fmt: skip
-    log.emit("state", step=watch.step, state="stopped", reason=f"aborted ({source}); {where}")
-    log.close()
+        _emit(paths, "command", step=watch.step, id=command.id, verb="abort", args=command.args, source=source,
+              ok=True, ranks=[job.rank], message=where)  # fmt: skip
+    _emit(paths, "state", step=watch.step, state="stopped", reason=f"aborted ({source}); {where}")
     if command is not None:
         Inbox(paths.control).answer(Ack(command.id, True, watch.step, [job.rank], where, time.time()))
 
@@ -284,12 +280,10 @@ def _fail(job: Job, paths: RunPaths, watch: Watch, connections: Connections, err
     with contextlib.suppress(OSError):
         first = _first_cause(paths, job.generation, failure)
         if claim_report(paths.failures, job.generation):
-            log = EventLog(paths.events, _lineage(paths))
-            log.emit(
-                "state", step=first.step, state="failed", reason=first.sentence(), cause=first.kind, rank=first.rank,
-                role=first.role, phase=first.phase, log=str(paths.log(first.rank)),
+            _emit(
+                paths, "state", step=first.step, state="failed", reason=first.sentence(), cause=first.kind,
+                rank=first.rank, role=first.role, phase=first.phase, log=str(paths.log(first.rank)),
             )  # fmt: skip
-            log.close()
 
 
 def _first_cause(paths: RunPaths, generation: int, mine: Failure) -> Failure:
@@ -309,6 +303,13 @@ def _first_cause(paths: RunPaths, generation: int, mine: Failure) -> Failure:
         if time.monotonic() > end:
             return known[0] if known else mine
         time.sleep(0.02)
+
+
+def _emit(paths: RunPaths, kind: str, **fields: Any) -> None:
+    """Append an event where no session does: before there is one, and after its end."""
+    log = EventLog(paths.events, _lineage(paths))
+    log.emit(kind, **fields)
+    log.close()
 
 
 def _lineage(paths: RunPaths) -> str:
