@@ -9,16 +9,14 @@ back.
 
 from __future__ import annotations
 
-import argparse
-import json
-import os
-import platform
 import statistics
 import sys
 import time
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
+
+import bench_report
 
 CALLS = ("all_reduce", "all_gather", "reduce_scatter", "broadcast", "all_to_all", "send", "barrier")
 BLOCK = {4: 20, 256: 12, 4096: 3}
@@ -117,30 +115,20 @@ def table(rows: list[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
-def machine() -> str:
-    """What this was measured on."""
-    import torch
-
-    load = " ".join(f"{value:.1f}" for value in os.getloadavg())
-    return f"{os.cpu_count()} cores, {platform.system()} {platform.machine()}, torch {torch.__version__}, load {load}"
-
-
 def main() -> None:
     """Measure and print."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = bench_report.parser(__doc__)
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
     parser.add_argument("--kib", type=int, nargs="+", default=[4, 256, 4096])
     parser.add_argument("--rounds", type=int, default=8)
-    parser.add_argument("--json", type=Path)
     given = parser.parse_args()
     sys.path.insert(0, str(Path(__file__).parent))
     import collectives  # by its own name, under which the ranks find the functions
 
     rows = collectives.measure(given.ranks, given.kib, given.rounds)
-    print(machine())
+    print(bench_report.machine())
     print(table(rows))
-    if given.json:
-        given.json.write_text(json.dumps({"machine": machine(), "rows": rows}))
+    bench_report.keep(rows, given.json)
 
 
 if __name__ == "__main__":

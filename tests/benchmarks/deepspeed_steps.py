@@ -9,21 +9,13 @@ microbatch or once a step alike (`sharding.reduce`).
 
 from __future__ import annotations
 
-import argparse
-import json
 import statistics
-from pathlib import Path
 from typing import Any
 
-from collectives import machine
+import bench_report
+from sharding import MODEL
 
 STAGES = ("zero1", "zero2", "zero3")
-MODEL = (
-    "model.language.hidden=256", "model.language.layers=6", "model.language.heads=8", "model.language.kv_heads=8",
-    "parallel.vision=first_stage", "parallel.vision_dp=0", "parallel.pp=1", "parallel.microbatches=1",
-    "data.global_batch=16", "data.seq_len=64", "data.held_out=",
-)  # fmt: skip
-"""That of `sharding.py`, so that the tables can be read together."""
 
 
 def measure(dp: int, steps: int, rounds: int, changes: tuple[str, ...] = ()) -> list[dict[str, Any]]:
@@ -64,20 +56,17 @@ def table(rows: list[dict[str, Any]]) -> str:
 
 def main() -> None:
     """Measure and print."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = bench_report.parser(__doc__)
     parser.add_argument("changes", nargs="*")
     parser.add_argument("--dp", type=int, default=2)
     parser.add_argument("--steps", type=int, default=12)
     parser.add_argument("--rounds", type=int, default=4)
-    parser.add_argument("--json", type=Path)
     given = parser.parse_args()
     rows = measure(given.dp, given.steps, given.rounds, tuple(given.changes))
-    print(
-        f"laptop, {' '.join(MODEL[:4])}, dp {given.dp}{''.join(' ' + change for change in given.changes)}; {machine()}"
-    )
+    changes = "".join(f" {change}" for change in given.changes)
+    print(f"laptop, {' '.join(MODEL[:4])}, dp {given.dp}{changes}; {bench_report.machine()}")
     print(table(rows))
-    if given.json:
-        given.json.write_text(json.dumps({"machine": machine(), "rows": rows}))
+    bench_report.keep(rows, given.json)
 
 
 if __name__ == "__main__":

@@ -10,15 +10,13 @@ communication and the allocator's own needs are in it.
 
 from __future__ import annotations
 
-import argparse
 import ctypes
 import gc
-import json
 import sys
 from pathlib import Path
 from typing import Any
 
-from collectives import machine
+import bench_report
 
 CASES: dict[str, tuple[str, ...]] = {
     "none": (),
@@ -166,18 +164,16 @@ def table(rows: list[dict[str, Any]]) -> str:
 
 def main() -> None:
     """Measure and print."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = bench_report.parser(__doc__)
     parser.add_argument("--dp", type=int, default=2)
     parser.add_argument("--microbatches", type=int, default=1)
-    parser.add_argument("--json", type=Path)
     given = parser.parse_args()
     import memory  # by its own name, under which the ranks find the functions
 
     rows = memory.measure("emoji", given.dp, given.microbatches)
-    print(machine())
+    print(bench_report.machine())
     print(table(rows))
-    if given.json:
-        given.json.write_text(json.dumps({"machine": machine(), "rows": rows}))
+    bench_report.keep(rows, given.json)
 
 
 if __name__ == "__main__":

@@ -12,15 +12,13 @@ machine does disturbs it less.
 
 from __future__ import annotations
 
-import argparse
-import json
 import statistics
 import sys
 import time
 from pathlib import Path
 from typing import Any
 
-from collectives import machine
+import bench_report
 
 MODEL = (
     "model.language.hidden=256", "model.language.layers=6", "model.language.heads=8", "model.language.kv_heads=8",
@@ -158,19 +156,17 @@ def table(rows: list[dict[str, Any]]) -> str:
 
 def main() -> None:
     """Measure and print."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = bench_report.parser(__doc__)
     parser.add_argument("--rounds", type=int, default=8)
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--collectives", default="shm")
-    parser.add_argument("--json", type=Path)
     given = parser.parse_args()
     import sharding  # by its own name, under which the ranks find the functions
 
     rows = sharding.measure("emoji", given.rounds, given.steps, f"cluster.collectives={given.collectives}")
-    print(machine())
+    print(bench_report.machine())
     print(table(rows))
-    if given.json:
-        given.json.write_text(json.dumps({"machine": machine(), "rows": rows}))
+    bench_report.keep(rows, given.json)
 
 
 if __name__ == "__main__":

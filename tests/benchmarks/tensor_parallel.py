@@ -9,14 +9,14 @@ sleeps. A number is the median of the steps of the slowest rank.
 
 from __future__ import annotations
 
-import argparse
-import json
 import statistics
 import sys
 import time
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
+
+import bench_report
 
 SIDES = ("shm", "gloo", "plain")
 CHANGES = {
@@ -100,16 +100,14 @@ def measure(tokens: int, rounds: int, steps: int) -> dict[str, Any]:
 
 def main() -> None:
     """Measure and print."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = bench_report.parser(__doc__)
     parser.add_argument("--tokens", type=int, nargs="+", default=[256, 1024], help="tokens of a step")
     parser.add_argument("--rounds", type=int, default=8)
     parser.add_argument("--steps", type=int, default=5, help="steps of a block")
-    parser.add_argument("--json", type=Path)
     given = parser.parse_args()
     sys.path.insert(0, str(Path(__file__).parent))
-    from collectives import machine
 
-    print(f"decoder, 6 layers, width 256, tp 2, float32; {machine()}")
+    print(f"decoder, 6 layers, width 256, tp 2, float32; {bench_report.machine()}")
     print(f"{'tokens':>7}{'gloo ms':>10}{'plain ms':>10}{'shm ms':>10}{'gloo / shm':>12}{'plain / shm':>13}")
     rows = []
     for tokens in given.tokens:
@@ -117,8 +115,7 @@ def main() -> None:
         rows.append(row)
         times = "".join(f"{1e3 * row[side]:>10.1f}" for side in ("gloo", "plain", "shm"))
         print(f"{tokens:>7}{times}{row['gloo'] / row['shm']:>12.2f}{row['plain'] / row['shm']:>13.2f}")
-    if given.json:
-        given.json.write_text(json.dumps({"machine": machine(), "rows": rows}))
+    bench_report.keep(rows, given.json)
 
 
 if __name__ == "__main__":

@@ -8,14 +8,14 @@ whatever else the machine does hits both. A number is the median of the step tim
 
 from __future__ import annotations
 
-import argparse
-import json
 import statistics
 import sys
 import tempfile
 import time
 from pathlib import Path
 from typing import Any
+
+import bench_report
 
 SIDES = ("shm", "gloo")
 WARM_STEPS = 2
@@ -76,19 +76,17 @@ def measure(plan, rounds, steps) -> dict[str, Any]:
 
 def main() -> None:
     """Measure and print."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = bench_report.parser(__doc__)
     parser.add_argument("plans", nargs="*", default=["quickstart"], help="plans' TOML files or presets' names")
     parser.add_argument("--rounds", type=int, default=6, help="blocks of each side")
     parser.add_argument("--steps", type=int, default=5, help="timed steps of a block")
     parser.add_argument("--set", nargs="*", default=[], metavar="KEY=VALUE", help="changes to every plan")
-    parser.add_argument("--json", type=Path)
     given = parser.parse_args()
     sys.path.insert(0, str(Path(__file__).parent))
-    from collectives import machine
 
     from mmlab.plan import Plan
 
-    print(machine())
+    print(bench_report.machine())
     print(f"{'plan':<24}{'ranks':>6}{'gloo ms':>10}{'shm ms':>10}{'gloo / shm':>12}")
     rows = []
     for name in given.plans:
@@ -96,8 +94,7 @@ def main() -> None:
         rows.append(row)
         gloo, ours = 1e3 * row["gloo"], 1e3 * row["shm"]
         print(f"{row['plan']:<24}{row['ranks']:>6}{gloo:>10.1f}{ours:>10.1f}{row['ratio']:>12.2f}")
-    if given.json:
-        given.json.write_text(json.dumps({"machine": machine(), "rows": rows}))
+    bench_report.keep(rows, given.json)
 
 
 if __name__ == "__main__":

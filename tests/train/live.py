@@ -6,6 +6,19 @@ import time
 import train_functions
 
 from mmlab.messages import RunPaths, new_command, read_events, send, wait_ack
+from mmlab.plan import Plan
+
+
+def make_plan(data, *changes, preset="laptop"):
+    """A short run of a preset on some data, without evaluation and checkpoints but for those asked for."""
+    base = {
+        "data.path": str(data),
+        "data.held_out": "",
+        "train.steps": 8,
+        "checkpoint.every_steps": 0,
+        "checkpoint.at_end": False,
+    }
+    return Plan.load(preset).with_(base, *changes)
 
 
 class LiveRun:

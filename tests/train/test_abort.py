@@ -6,8 +6,7 @@ import time
 from pathlib import Path
 
 import pytest
-from live import LiveRun
-from test_run import make_plan  # tests/train/test_run.py
+from live import LiveRun, make_plan
 
 from mmlab.cluster.verify import verify
 from mmlab.messages import read_beacons, wait_ack, write_json

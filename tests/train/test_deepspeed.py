@@ -2,8 +2,7 @@
 
 import pytest
 import train_functions
-from live import LiveRun
-from test_placements import make_plan
+from live import LiveRun, make_plan
 
 from mmlab.messages import PHASES
 from mmlab.models.sharding import parameter_specs

@@ -3,8 +3,7 @@
 import shutil
 
 import pytest
-from live import LiveRun
-from test_run import make_plan  # tests/train/test_run.py
+from live import LiveRun, make_plan
 
 from mmlab import Run
 from mmlab.messages import write_json

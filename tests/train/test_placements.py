@@ -4,21 +4,7 @@ import json
 
 import pytest
 from conftest import write_set  # tests/train/conftest.py
-from live import LiveRun
-
-from mmlab.plan import Plan
-
-
-def make_plan(data, *changes, preset="laptop"):
-    base = {
-        "data.path": str(data),
-        "data.held_out": "",
-        "train.steps": 8,
-        "checkpoint.every_steps": 0,
-        "checkpoint.at_end": False,
-    }
-    return Plan.load(preset).with_(base, *changes)
-
+from live import LiveRun, make_plan
 
 LAYOUTS = [
     (),

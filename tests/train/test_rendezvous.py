@@ -10,7 +10,7 @@ import uuid
 from pathlib import Path
 
 import pytest
-from test_run import make_plan
+from live import make_plan
 
 from mmlab.messages import RunPaths, read_events
 from mmlab.train.worker import routable_address

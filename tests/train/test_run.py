@@ -7,23 +7,11 @@ from itertools import pairwise
 import pytest
 import torch
 from conftest import write_set  # tests/train/conftest.py
-from live import LiveRun
+from live import LiveRun, make_plan
 
 from mmlab import CheckpointError, Run
 from mmlab.messages import PHASES, new_command, read_beacons, read_failures, send, write_json
-from mmlab.plan import Plan
 from mmlab.train.evaluate import swap_images
-
-
-def make_plan(data, *changes, preset="laptop"):
-    base = {
-        "data.path": str(data),
-        "data.held_out": "",
-        "train.steps": 8,
-        "checkpoint.every_steps": 0,
-        "checkpoint.at_end": False,
-    }
-    return Plan.load(preset).with_(base, *changes)
 
 
 def test_run_finishes_with_events_beacons_traces(pool, shards, tmp_path):
