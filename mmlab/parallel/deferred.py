@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from mmlab.parallel.gradients import local_tensor
+from mmlab.parallel.buckets import local_tensor
 from mmlab.parallel.tensor import local
 
 Key = tuple[int, int]

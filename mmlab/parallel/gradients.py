@@ -13,109 +13,19 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
-from typing import Protocol
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Shard
 
+from mmlab.parallel.buckets import Bucket, Trained, local_tensor, split
+from mmlab.parallel.compression.sums import BucketSum, DenseSum, make_sum
+from mmlab.parallel.compression.wire import Wire
 from mmlab.parallel.tensor import TensorGroup
 from mmlab.parallel.traffic import Traffic
-from mmlab.plan.schema import MODULES
-
-
-@dataclass(frozen=True)
-class Trained:
-    """One trainable parameter as this rank holds it.
-
-    `name` global name; `param` the module's parameter (maybe a DTensor); `value` its plain local tensor (same
-    storage); `module` vision, projector or language; `counted` whether this rank counts it in gradient norms
-    (replicas, over tp, dp or as a tied copy, count once); `partial_over_tp` whether each tensor rank has only a
-    part of a replicated parameter's gradient (that of its tokens with sequence parallel; a LoRA factor's); `sharded`
-    whether FSDP2 holds it: `value` is then this rank's rows, and their gradient is summed inside backward.
-    """
-
-    name: str
-    param: torch.nn.Parameter
-    value: Tensor
-    module: str
-    counted: bool
-    partial_over_tp: bool = False
-    sharded: bool = False
-
-
-def local_tensor(tensor: Tensor) -> Tensor:
-    """The plain local tensor that shares a parameter's storage, without autograd."""
-    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor.detach()
-
-
-def split_over_tp(tensor: Tensor) -> bool:
-    """Whether a parameter is split (not merely replicated) over its tensor group, which is a mesh's last axis."""
-    if not isinstance(tensor, DTensor) or (tensor.device_mesh.mesh_dim_names or ("",))[-1] != "tp":
-        return False
-    return isinstance(tensor.placements[-1], Shard)
-
-
-class BucketSum(Protocol):
-    """How one bucket is summed over a group: the seam for compressors."""
-
-    def start(self, flat: Tensor, group: dist.ProcessGroup) -> dist.Work:
-        """Start summing `flat` [numel] in place; every rank of the group calls it for the same bucket."""
-
-
-class DenseSum:
-    """All-reduce of the values as they are."""
-
-    def start(self, flat: Tensor, group: dist.ProcessGroup) -> dist.Work:
-        """Start an all-reduce."""
-        work = dist.all_reduce(flat, group=group, async_op=True)
-        assert work is not None
-        return work
-
-
-@dataclass
-class Bucket:
-    """Gradients of some parameters of one module in one flat tensor, and how far they are in this step."""
-
-    module: str
-    members: list[Trained]
-    flat: Tensor
-    missing: set[str] = field(default_factory=set)
-    work: dist.Work | None = None
-    started: float = 0.0
-    ended: float = 0.0
-
-    @classmethod
-    def of(cls, module: str, members: list[Trained]) -> Bucket:
-        """A bucket that waits for all its members."""
-        first = members[0].value
-        flat = torch.zeros(sum(t.value.numel() for t in members), dtype=first.dtype, device=first.device)
-        return cls(module, members, flat, {t.name for t in members})
-
-    def views(self) -> Iterator[tuple[str, Tensor]]:
-        """(name, view of its gradient in the shape of the parameter) of each member."""
-        offset = 0
-        for t in self.members:
-            yield t.name, self.flat[offset : offset + t.value.numel()].view(t.value.shape)
-            offset += t.value.numel()
-
-
-def _split(trained: list[Trained], bucket_bytes: float) -> Iterable[list[Trained]]:
-    """Members of each bucket: of one dtype, at most `bucket_bytes`; a larger parameter has a bucket of its own."""
-    members: list[Trained] = []
-    size = 0
-    for t in trained:
-        bytes_ = t.value.numel() * t.value.element_size()
-        if members and (size + bytes_ > bucket_bytes or members[0].value.dtype != t.value.dtype):
-            yield members
-            members, size = [], 0
-        members.append(t)
-        size += bytes_
-    if members:
-        yield members
+from mmlab.plan.schema import MODULES, GroupCommunication
 
 
 def covered(spans: Iterable[tuple[float, float]]) -> float:
@@ -135,6 +45,21 @@ class Overlap:
     exposed: float = 0.0
 
 
+@dataclass(frozen=True)
+class Coding:
+    """What compression did to one module's gradients in a step, as this rank has it.
+
+    `seconds` spent coding; `residual` squared norm of what this rank has left out so far; `error` and `dense` squared
+    norms of (reduced - reduced without compression) and of the latter, of the parameters that this rank counts; zero in
+    a step that did not measure. Sums over the ranks are those of the model.
+    """
+
+    seconds: float = 0.0
+    residual: float = 0.0
+    error: float = 0.0
+    dense: float = 0.0
+
+
 class Reducer:
     """All gradients of one rank: buckets of each module, summed over that module's group.
 
@@ -144,8 +69,10 @@ class Reducer:
         bucket_bytes: upper bound of a bucket of each module.
         tp: the tensor group, for gradients that are partial over it.
         traffic: where the bytes of the data-parallel groups are counted.
+        undoable: whether a step may turn out to be left out (fp16), see `undo`.
 
-    `grads[name]` is a view of a parameter's gradient, in the parameter's local shape.
+    `grads[name]` is a view of a parameter's gradient, in the parameter's local shape. `unit` is what gradients are
+    multiplied by (the loss scale), `measure` whether the coming step is also reduced without compression.
     """
 
     def __init__(
@@ -155,24 +82,30 @@ class Reducer:
         bucket_bytes: Mapping[str, float],
         tp: TensorGroup | None = None,
         traffic: Traffic | None = None,
+        undoable: bool = False,
     ) -> None:
-        self.trained, self.groups, self.tp, self.traffic = trained, groups, tp or TensorGroup(), traffic
+        self.trained, self.tp = trained, tp or TensorGroup()
+        self.wires = {m: Wire(group, m, traffic) for m, group in groups.items() if group is not None}
+        self.settings: dict[str, GroupCommunication] = {}
         self.sums: dict[str, BucketSum] = {module: DenseSum() for module in MODULES}
+        self.coding = {module: Coding() for module in MODULES}
+        self.unit, self.measure = 1.0, False
         self.grads: dict[str, Tensor] = {}
         self.buckets: list[Bucket] = []
         self.partial: list[Bucket] = []
         self.overlap = {module: Overlap() for module in MODULES}
         self._armed: set[str] = set()
         self._next = 0
+        self._seconds = dict.fromkeys(MODULES, 0.0)
         self._where: dict[str, Bucket] = {}
         # Backward goes from the loss to the pixels, so the last parameters have their gradients first.
         for module in reversed(MODULES):
             mine = [t for t in reversed(trained) if t.module == module and not t.sharded]
-            for members in _split([t for t in mine if not t.partial_over_tp], bucket_bytes[module]):
-                self.buckets.append(Bucket.of(module, members))
-            for members in _split([t for t in mine if t.partial_over_tp], bucket_bytes[module]):
-                self.partial.append(Bucket.of(module, members))
-        for bucket in (*self.buckets, *self.partial):
+            for members in split([t for t in mine if not t.partial_over_tp], bucket_bytes[module]):
+                self.buckets.append(Bucket.of(module, members, undoable))
+            for members in split([t for t in mine if t.partial_over_tp], bucket_bytes[module]):
+                self.partial.append(Bucket.of(module, members, undoable))
+        for bucket in self._all:
             self.grads.update(bucket.views())
             for t in bucket.members:
                 self._where[t.name] = bucket
@@ -211,16 +144,45 @@ class Reducer:
             if t.name in bucket.missing:
                 self._fill(t)
 
+    def configure(self, settings: Mapping[str, GroupCommunication], step: int, restored: bool = False) -> None:
+        """Reduce each module as its settings say for a step; between two steps, all ranks alike.
+
+        A change of compressor does with residuals what the settings say, but not where both were `restored` together.
+        """
+        for module, wanted in settings.items():
+            now, before = wanted.at(step), self.settings.get(module)
+            if now == before:
+                continue
+            self.settings[module], self.sums[module] = now, make_sum(now)
+            if before is None or before.compressor == now.compressor or restored:
+                continue
+            for kept in (bucket.kept for bucket in self._all if bucket.module == module):
+                kept.factors = {}
+                if now.residual == "drop":
+                    kept.residual = None
+
+    @property
+    def _all(self) -> list[Bucket]:
+        return [*self.buckets, *self.partial]
+
     def _start(self, bucket: Bucket) -> None:
-        group = self.groups.get(bucket.module)
-        if group is None:
+        wire = self.wires.get(bucket.module)
+        if wire is None:
             return
-        if self.traffic is not None:
-            self.traffic.add(bucket.module, bucket.flat)
-        bucket.started = time.perf_counter()
-        bucket.ended = 0.0
-        bucket.work = self.sums[bucket.module].start(bucket.flat, group)
-        if bucket.flat.device.type == "cpu":
+        compressed = not isinstance(self.sums[bucket.module], DenseSum)
+        bucket.dense = bucket.flat.clone() if self.measure and compressed else None
+        bucket.kept.begin()
+        bucket.started, bucket.ended = time.perf_counter(), 0.0
+        bucket.rounds = self.sums[bucket.module].rounds(bucket, wire, self.unit)
+        self._advance(bucket)
+
+    def _advance(self, bucket: Bucket) -> None:
+        """Start the next round of a bucket's reduction, if there is one."""
+        assert bucket.rounds is not None
+        began = time.perf_counter()
+        bucket.work = next(bucket.rounds, None)
+        self._seconds[bucket.module] += time.perf_counter() - began
+        if bucket.work is not None and bucket.flat.device.type == "cpu":
 
             def ended(_: object) -> None:
                 bucket.ended = time.perf_counter()
@@ -257,21 +219,57 @@ class Reducer:
             )
 
     def _wait(self) -> None:
+        """Wait for all rounds of all buckets. Rounds that are left are started in one order on every rank: the second
+        of each bucket, as soon as its first is done, then the third."""
         exposed = dict.fromkeys(MODULES, 0.0)
-        under_way: dict[str, list[tuple[float, float]]] = {module: [] for module in MODULES}
-        for bucket in (*self.buckets, *self.partial):
-            bucket.missing = {t.name for t in bucket.members}
-            if bucket.work is None:
-                continue
-            began = time.perf_counter()
-            bucket.work.wait()
-            now = time.perf_counter()
-            exposed[bucket.module] += now - began
-            under_way[bucket.module].append((bucket.started, bucket.ended or now))
-            bucket.work = None
-        self.overlap = {module: Overlap(covered(under_way[module]), exposed[module]) for module in MODULES}
+        under_way = [bucket for bucket in self._all if bucket.work is not None]
+        reduced = list(under_way)
+        while under_way:
+            for bucket in under_way:
+                assert bucket.work is not None
+                began = time.perf_counter()
+                bucket.work.wait()
+                now = time.perf_counter()
+                exposed[bucket.module] += now - began
+                bucket.ended = bucket.ended or now
+                self._advance(bucket)
+            under_way = [bucket for bucket in under_way if bucket.work is not None]
+        for bucket in self._all:
+            bucket.missing = set(bucket.shapes)
+        self.overlap = {
+            m: Overlap(covered((b.started, b.ended) for b in reduced if b.module == m), exposed[m]) for m in MODULES
+        }
         self._armed.clear()
         self._next = 0
+        self._take_coding()
+
+    def _take_coding(self) -> None:
+        """What compression cost and lost, from all buckets."""
+        residual: dict[str, tuple[str, Tensor]] = {}
+        dense: dict[str, tuple[str, Tensor]] = {}
+        error: dict[str, tuple[str, Tensor]] = {}
+        mine = {t.name for t in self.trained if t.once}
+        counted = {t.name for t in self.trained if t.counted}
+        for bucket in self._all:
+            if bucket.kept.residual is not None:
+                residual |= {n: (bucket.module, v) for n, v in bucket.views(bucket.kept.residual) if n in mine}
+            if bucket.dense is not None:
+                self.wires[bucket.module].uncounted.all_reduce(bucket.dense).wait()
+                dense |= {n: (bucket.module, v) for n, v in bucket.views(bucket.dense) if n in counted}
+                error |= {n: (m, self.grads[n] - v) for n, (m, v) in dense.items() if n in bucket.shapes}
+                bucket.dense = None
+        found = [squared_norms(MODULES, part.values()).tolist() for part in (residual, error, dense)]
+        unit = self.unit**2  # residuals are kept without it
+        self.coding = {
+            m: Coding(self._seconds[m], found[0][i], found[1][i] / unit, found[2][i] / unit)
+            for i, m in enumerate(MODULES)
+        }
+        self._seconds = dict.fromkeys(MODULES, 0.0)
+
+    def undo(self) -> None:
+        """The step's update is left out (an overflow in fp16): residuals are again what they were before it."""
+        for bucket in self._all:
+            bucket.kept.undo()
 
     def release(self) -> None:
         """Forget the gradients that are made anew in each step (the sharded ones)."""
@@ -285,7 +283,7 @@ class Reducer:
 
     def scale(self, factor: float) -> None:
         """Multiply all gradients (clipping)."""
-        flats = [bucket.flat for bucket in (*self.buckets, *self.partial)]
+        flats = [bucket.flat for bucket in self._all]
         flats += [self.grads[t.name] for t in self.trained if t.sharded]
         if factor != 1.0 and flats:
             torch._foreach_mul_(flats, factor)

@@ -144,12 +144,36 @@ class OffloadConfig(Section):
 
 
 class GroupCommunication(Section):
-    """How the gradients of one module group are reduced."""
+    """How the gradients of one module group are reduced over the ranks that hold copies of it."""
 
-    compressor: Compressor = "none"
-    """Compression of the gradient reduction."""
+    compressor: Compressor = Field("none", json_schema_extra=LIVE)
+    """What gradients are coded with on the wire: none; bf16, fp16 (scaled against overflow); int8 (blocks with a scale
+    each); topk (the largest values and where they are); powersgd (low-rank factors of matrices); onebit (signs and
+    scales)."""
+    rank: int = Field(4, ge=1, json_schema_extra=LIVE)
+    """With powersgd: columns of the factors of a matrix."""
+    warm_start: bool = Field(True, json_schema_extra=LIVE)
+    """With powersgd: whether a step's factors begin with those of the step before, rather than at random."""
+    min_compression_rate: float = Field(2.0, ge=1, json_schema_extra=LIVE)
+    """With powersgd: matrices whose factors are not this many times smaller are sent as they are, as is all that is no
+    matrix."""
+    ratio: float = Field(0.01, gt=0, le=1, json_schema_extra=LIVE)
+    """With topk: share of the values that is sent."""
+    error_feedback: bool = Field(True, json_schema_extra=LIVE)
+    """Whether int8, topk, powersgd and onebit add what they left out to the next step's gradients; each rank keeps one
+    number a parameter for it."""
+    residual: Literal["flush", "keep", "drop"] = Field("flush", json_schema_extra=LIVE)
+    """What becomes of what was left out when the compressor changes to one without error feedback: added to the next
+    step's gradients, kept for a later compressor, or forgotten. A compressor with error feedback goes on with it,
+    except with drop."""
+    warmup_steps: int = Field(0, ge=0, json_schema_extra=LIVE)
+    """Steps at the start of the run that are reduced without compression."""
     bucket_mb: float = Field(4.0, gt=0)
     """Size of a gradient bucket, in MB (1e6 bytes)."""
+
+    def at(self, step: int) -> GroupCommunication:
+        """What holds in a step (1 is the first): no compressor during the warm-up."""
+        return self.model_copy(update={"compressor": "none"}) if step <= self.warmup_steps else self
 
 
 class CommunicationConfig(Section):
@@ -159,6 +183,9 @@ class CommunicationConfig(Section):
     """Encoder, and the projector where it lives beside the encoder."""
     language: GroupCommunication = GroupCommunication()
     """Decoder, and the projector where it lives on the first stage."""
+    measure_every: int = Field(0, ge=0, json_schema_extra=LIVE)
+    """Steps between those in which compressed gradients are reduced a second time without compression, to measure how
+    far off they are (the next step that this number divides); 0 means never."""
 
 
 class DataConfig(Section):

@@ -10,14 +10,15 @@ from mmlab.models.layers import defer_weights
 from mmlab.models.parallelize import shard_part
 from mmlab.models.sharding import EMBED_TOKENS, partial_over_tp
 from mmlab.models.weights import init_from
+from mmlab.parallel.buckets import Trained, local_tensor, split_over_tp
 from mmlab.parallel.deferred import WeightQueue
-from mmlab.parallel.gradients import Reducer, Trained, local_tensor, split_over_tp
+from mmlab.parallel.gradients import Reducer
 from mmlab.parallel.mesh import Mesh
 from mmlab.parallel.sharding import Sharded
 from mmlab.plan.holders import beside_encoder
 from mmlab.plan.layout import Layout, Place
 from mmlab.plan.schedule import Op, build_schedule
-from mmlab.plan.schema import MODULES, Plan
+from mmlab.plan.schema import MODULES, GroupCommunication, Plan
 from mmlab.train.deepspeed_build import ZeroModel
 from mmlab.train.optim import Optimizer
 from mmlab.train.precision import master_dtype
@@ -72,7 +73,8 @@ def _trained(plan: Plan, mesh: Mesh, part: PartModel, sharded: Collection[str]) 
         # With sequence parallelism a replicated parameter (norms) sees its rank's share of the tokens alone.
         shares = mesh.tp.sequence and module == "language" and not split
         partial = mesh.tp.size > 1 and (shares or partial_over_tp(name))
-        trained.append(Trained(name, param, local_tensor(param), module, counted, partial, module in sharded))
+        mine = beside_encoder(plan, module) or split or place.tp == 0
+        trained.append(Trained(name, param, local_tensor(param), module, counted, partial, module in sharded, mine))
     return trained
 
 
@@ -87,10 +89,15 @@ def _deferred(plan: Plan, part: PartModel) -> WeightQueue | None:
     return queue
 
 
-def _bucket_bytes(plan: Plan) -> dict[str, float]:
-    """Largest bucket of each module; the projector goes with the side that computes it."""
+def communication(plan: Plan) -> dict[str, GroupCommunication]:
+    """How each module's gradients are reduced; the projector goes with the side that computes it."""
     sides = plan.communication
-    return {m: 1e6 * (sides.vision if beside_encoder(plan, m) else sides.language).bucket_mb for m in MODULES}
+    return {m: sides.vision if beside_encoder(plan, m) else sides.language for m in MODULES}
+
+
+def _bucket_bytes(plan: Plan) -> dict[str, float]:
+    """Largest bucket of each module."""
+    return {m: 1e6 * settings.bucket_mb for m, settings in communication(plan).items()}
 
 
 def build(plan: Plan, mesh: Mesh) -> Built:
@@ -102,7 +109,8 @@ def build(plan: Plan, mesh: Mesh) -> Built:
     weights = _deferred(plan, part)
     sharded = shard_part(plan, part, mesh.shards)
     trained = _trained(plan, mesh, part, sharded)
-    reducer = Reducer(trained, mesh.reductions, _bucket_bytes(plan), mesh.tp, mesh.traffic)
+    undoable = plan.precision.scales_loss
+    reducer = Reducer(trained, mesh.reductions, _bucket_bytes(plan), mesh.tp, mesh.traffic, undoable)
     optimizer = Optimizer(plan, trained, mesh.shards)
     return Built(part, trained, reducer, optimizer, build_schedule(plan).ops[mesh.place.rank], sharded, weights)
 

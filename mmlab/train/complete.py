@@ -6,7 +6,7 @@ import re
 from collections.abc import Sequence
 
 from mmlab.models.sharding import EMBED_TOKENS
-from mmlab.parallel.gradients import Trained
+from mmlab.parallel.buckets import Trained
 from mmlab.plan.holders import beside_encoder
 from mmlab.plan.layout import Layout, Place
 from mmlab.plan.ops import Op

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from mmlab.parallel.gradients import Trained
+from mmlab.parallel.buckets import Trained
 from mmlab.parallel.sharding import RowGather, ShardGroup
 from mmlab.plan.schema import MODULES, ModuleTrain, Plan
 

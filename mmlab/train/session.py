@@ -22,8 +22,9 @@ from mmlab.train.build import Built
 from mmlab.train.control import Aborted, Boundary, Channel, Listener
 from mmlab.train.evaluate import Evaluator
 from mmlab.train.feed import Feed
+from mmlab.train.reported import Coded, StepResult
 from mmlab.train.runner import make_runner
-from mmlab.train.step import Ride, StepResult
+from mmlab.train.step import Ride
 
 SLOW_FP16 = "fp16 on a CPU: a matrix product takes 4 to 200 times as long as in fp32 (two machines measured)"
 LONGEST_NAME = 200
@@ -130,25 +131,33 @@ class Session:
             self.emit("bad_image", step=number, sample=key, reason=reason)
 
     def _emit_step(self, result: StepResult, seconds: float, tokens: int, images: int) -> None:
-        data = self.watch_phase(result, "data")
+        told = result.reported
         self.emit(
             "step", step=self.steering.step, loss=result.loss, tokens=tokens, images=images,
             samples=self.plan.data.global_batch, targets=result.targets, seconds=round(seconds, 5),
-            tokens_per_s=round(tokens / seconds, 2), images_per_s=round(images / seconds, 2), data_wait=data,
+            tokens_per_s=round(tokens / seconds, 2), images_per_s=round(images / seconds, 2),
+            data_wait=self.watch_phase(result, "data"),
             lr=result.lr, grad_norm={m: _finite(norm) for m, norm in result.grad_norm.items()},
             grad_norm_total=_finite(result.grad_norm_total),
             **({"loss_scale": result.loss_scale} if self.runner.scale.active else {}),
-            **({"phases": [[round(s, 5) for s in row] for row in result.phases]} if result.phases else {}),
-            **({"traffic": result.traffic} if result.traffic else {}),
+            **({"phases": [[round(s, 5) for s in row] for row in told.phases]} if told.phases else {}),
+            **({"traffic": told.traffic} if told.traffic else {}),
             **({"communication": {m: {"seconds": round(s, 5), "exposed": round(e, 5)}
-                                  for m, (s, e) in result.communication.items()}} if result.communication else {}),
+                                  for m, (s, e) in told.communication.items()}} if told.communication else {}),
+            **({"compression": {m: self._coding(m, c) for m, c in told.coding.items()}} if told.coding else {}),
         )  # fmt: skip
+
+    def _coding(self, module: str, coded: Coded) -> dict[str, Any]:
+        """A module's compression in the step's event: what did it, what it cost, what it lost."""
+        fields = {"compressor": self.built.reducer.settings[module].compressor, "seconds": round(coded.seconds, 5),
+                  "residual": _finite(coded.residual)}  # fmt: skip
+        return fields if coded.error is None else fields | {"error": _finite(coded.error)}
 
     @staticmethod
     def watch_phase(result: StepResult, phase: str) -> float | None:
         """The longest time that any rank spent in a phase of a step, seconds; None without telemetry."""
         index = PHASES.index(phase)
-        return round(max(row[index] for row in result.phases), 5) if result.phases else None
+        return round(max(row[index] for row in result.reported.phases), 5) if result.reported.phases else None
 
     def _after_step(self, result: StepResult) -> None:
         if self.steering.remaining is not None:
@@ -216,6 +225,7 @@ class Session:
             raise PlanError('set takes values by dotted key, such as {"train.language.lr": 1e-4}')
         args["values"] = values = dict(flatten(values))  # who reads the log looks for dotted keys
         self.plan = set_live(self.plan, values)
+        self.runner.configure(self.plan, self.steering.step + 1)
         return ", ".join(f"{key} = {get(self.plan, key)}" for key in values)
 
     def _stop(self, args: dict[str, Any]) -> str:
@@ -287,6 +297,7 @@ class Session:
         values = {key: get(saved, key) for key in live_keys() if key != "train.steps"}
         self.plan = set_live(self.plan, values)
         self.steering.step, self.steering.loss = manifest["step"], manifest["loss"]
+        self.runner.configure(self.plan, self.steering.step + 1, restored=True)
         self.begin_lineage(manifest["lineage"], manifest["step"])
         self.feed.reset(Cursors.from_json(manifest["cursors"]), manifest["step"])
         self.emit("restore", step=manifest["step"], name=name, from_step=manifest["step"], values=values)

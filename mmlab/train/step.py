@@ -14,9 +14,10 @@ from torch import Tensor
 from mmlab.data.manifest import StepManifest
 from mmlab.data.packed import PackedText
 from mmlab.errors import RunFailed
-from mmlab.messages import AXES, PHASES
+from mmlab.messages import AXES
 from mmlab.models.sharding import EMBED_TOKENS
-from mmlab.parallel.gradients import local_tensor, reduce_tied
+from mmlab.parallel.buckets import local_tensor
+from mmlab.parallel.gradients import reduce_tied
 from mmlab.parallel.mesh import Mesh
 from mmlab.parallel.pipeline import Handler, forward_ops, run_ops
 from mmlab.parallel.watch import Watch
@@ -24,11 +25,12 @@ from mmlab.plan.holders import beside_encoder
 from mmlab.plan.ops import Op
 from mmlab.plan.schema import MODULES, Plan
 from mmlab.train.ahead import Pixels
-from mmlab.train.build import Built
+from mmlab.train.build import Built, communication
 from mmlab.train.complete import closing_ops
 from mmlab.train.encoder import EncoderRunner
 from mmlab.train.optim import learning_rates
 from mmlab.train.precision import LossScale
+from mmlab.train.reported import COLUMNS, Reported, StepResult, row
 from mmlab.train.stage import StageRunner
 
 
@@ -50,31 +52,6 @@ class StepInput:
     def targets(self) -> int:
         """Target tokens of the step over all ranks."""
         return self.manifest.targets(self.bad)
-
-
-@dataclass
-class StepResult:
-    """What a step gave, equal on every rank.
-
-    Empty without telemetry: `phases` [world][phase] seconds; `traffic[axis]` bytes that each of `layout.groups(axis)`
-    handed to communication since the step before reported; `communication[module]` (seconds, exposed): how long the
-    module's gradients were under way and how long of it a rank waited, each on the rank where it was longest.
-    `overflow` names the modules of which a gradient (or "loss" if the loss itself) left fp16's range: the update was
-    left out then. `loss_scale` is what the step's gradients were computed with.
-    """
-
-    loss: float
-    targets: int
-    grad_norm: dict[str, float]
-    grad_norm_total: float
-    lr: dict[str, float]
-    commands: bool
-    next_bad: frozenset[int]
-    phases: list[list[float]]
-    traffic: dict[str, list[int]]
-    communication: dict[str, tuple[float, float]]
-    overflow: list[str]
-    loss_scale: float
 
 
 class NotFinite(RunFailed):
@@ -201,6 +178,10 @@ class HybridStep:
 
         stage.backward_weight(op, done)
 
+    def configure(self, plan: Plan, step: int, restored: bool = False) -> None:
+        """Reduce gradients as the plan says for a step (1 is the first); between two steps, all ranks alike."""
+        self.built.reducer.configure(communication(plan), step, restored)
+
     def _begin(self, batch: StepInput) -> None:
         if self.encoder is not None:
             self.encoder.begin(batch.manifest, batch.pixels, batch.coming)
@@ -223,6 +204,10 @@ class HybridStep:
         as they were.
         """
         self._begin(batch)
+        self.configure(plan, step)
+        every = plan.communication.measure_every
+        self.built.reducer.unit = self.scale.value
+        self.built.reducer.measure = every > 0 and step % every == 0
         state: dict[str, StepResult] = {}
 
         def norm(_: Op) -> None:
@@ -236,6 +221,7 @@ class HybridStep:
         def update(_: Op) -> None:
             result = state["result"]
             if result.overflow:
+                self.built.reducer.undo()
                 result.lr = learning_rates(plan, step)
                 return
             norm, limit = result.grad_norm_total, plan.train.clip_norm
@@ -308,12 +294,9 @@ class HybridStep:
         norms = self._squares()
         loss = self.stage.loss_sum.view(1) if self.stage and self.mesh.place.tp == 0 else torch.zeros(1).double()
         flag = torch.tensor([float(ride.commands())], dtype=torch.float64)
-        columns = len(PHASES) + len(AXES) + 2 * len(MODULES)
-        times = torch.zeros((self.mesh.world_size if self.watch.telemetry else 0, columns), dtype=torch.float64)
+        times = torch.zeros((self.mesh.world_size if self.watch.telemetry else 0, COLUMNS), dtype=torch.float64)
         if self.watch.telemetry:
-            overlap = [self.built.reducer.overlap[m] for m in MODULES]
-            mine = [*self.watch.take_seconds(), *self.mesh.traffic.take()]
-            mine += [o.seconds for o in overlap] + [o.exposed for o in overlap]
+            mine = row(self.watch.take_seconds(), self.mesh.traffic.take(), self.built.reducer)
             times[self.mesh.place.rank] = torch.tensor(mine, dtype=torch.float64)
         packed = torch.cat([norms, loss, flag, bad, times.flatten()])
         if self.mesh.control is not None:
@@ -322,7 +305,7 @@ class HybridStep:
         total_loss, commands = packed[len(MODULES) : len(MODULES) + 2].tolist()
         rest = packed[len(MODULES) + 2 :]
         scale, overflow = self.scale.value, self._judge(squares, total_loss)
-        phases, traffic, communication = self._reported(rest[ride.next_size :].view(-1, columns))
+        reported = Reported.of(rest[ride.next_size :].view(-1, COLUMNS), self._groups, self._compressing())
         return StepResult(
             loss=total_loss / max(1, batch.targets),
             targets=batch.targets,
@@ -331,25 +314,14 @@ class HybridStep:
             lr={},
             commands=commands > 0,
             next_bad=frozenset(rest[: ride.next_size].nonzero().flatten().tolist()),
-            phases=phases,
-            traffic=traffic,
-            communication=communication,
+            reported=reported,
             overflow=overflow,
             loss_scale=scale,
         )
 
-    def _reported(self, rows: Tensor) -> tuple[list[list[float]], dict[str, list[int]], dict[str, tuple[float, float]]]:
-        """Phases, traffic and communication from the ranks' rows; empty without telemetry."""
-        if not rows.shape[0]:
-            return [], {}, {}
-        phases, traffic, seconds, exposed = rows.split((len(PHASES), len(AXES), len(MODULES), len(MODULES)), dim=1)
-        sums = {
-            axis: [int(column[group].sum()) for group in self._groups[axis]]
-            for axis, column in zip(AXES, traffic.unbind(1), strict=True)
-            if column.any()
-        }
-        longest = zip(MODULES, seconds.amax(0).tolist(), exposed.amax(0).tolist(), strict=True)
-        return phases.tolist(), sums, {m: (s, e) for m, s, e in longest if s}
+    def _compressing(self) -> set[str]:
+        """Modules that the plan says to compress in this step."""
+        return {m for m, settings in self.built.reducer.settings.items() if settings.compressor != "none"}
 
     def _judge(self, squares: list[float], loss: float) -> list[str]:
         """What is not finite on any rank: then the loss scale falls, or where it cannot the run ends (NotFinite)."""

@@ -51,7 +51,7 @@ def _peak(reset: bool = False) -> int:
 
 def counted(built: Any) -> dict[str, int]:
     """Bytes of this rank's tensors just before the update."""
-    from mmlab.parallel.gradients import local_tensor
+    from mmlab.parallel.buckets import local_tensor
 
     states = [built.optimizer.state(t) for t in built.trained]
     return {
@@ -65,7 +65,7 @@ def watch_gathered(built: Any) -> dict[str, int]:
     """{"gathered": most bytes of whole weights that FSDP2 has had at once}, kept up to date by hooks."""
     from torch.distributed.fsdp import FSDPModule
 
-    from mmlab.parallel.gradients import local_tensor
+    from mmlab.parallel.buckets import local_tensor
 
     most = {"gathered": 0}
     units = [m for m in built.part.modules() if isinstance(m, FSDPModule)]

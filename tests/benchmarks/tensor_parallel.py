@@ -33,7 +33,7 @@ def stepper(plan: Any, tokens: int, tp: Any) -> Any:
 
     from mmlab.data.packed import TextSequence, pack
     from mmlab.models.build import Part, build_part
-    from mmlab.parallel.gradients import local_tensor
+    from mmlab.parallel.buckets import local_tensor
 
     part = Part(chunks=(range(plan.model.language.layers),), embed=True, head=True)
     model = build_part(plan, part, tp, torch.float32).language

@@ -9,8 +9,8 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from mmlab.models.attention import SharedText, own_ends, share
 from mmlab.models.build import Part, build_part, plain_model
+from mmlab.parallel.buckets import local_tensor, split_over_tp
 from mmlab.parallel.context.split import ContextGroup
-from mmlab.parallel.gradients import local_tensor, split_over_tp
 from mmlab.parallel.tensor import TensorGroup
 
 

@@ -8,7 +8,8 @@ import torch
 import torch.distributed as dist
 
 from mmlab.parallel import gradients, shm
-from mmlab.parallel.gradients import Reducer, Trained
+from mmlab.parallel.buckets import Trained
+from mmlab.parallel.gradients import Reducer
 from mmlab.parallel.tensor import TensorGroup
 from mmlab.parallel.traffic import Traffic
 

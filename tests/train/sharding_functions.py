@@ -8,7 +8,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from mmlab.data.pipeline import DataSource
-from mmlab.parallel.gradients import local_tensor
+from mmlab.parallel.buckets import local_tensor
 from mmlab.parallel.mesh import build_mesh, close_mesh
 from mmlab.parallel.watch import Watch
 from mmlab.plan import Plan

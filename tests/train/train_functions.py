@@ -97,7 +97,7 @@ def step_results(rank, world, host, port, plan_text, steps):
             batch = feed.batch()
             result = runner.train(plan, step, batch, Ride(next_bad=feed.next_bad, next_size=plan.data.global_batch))
             feed.agree(result.next_bad)
-            results.append({"traffic": result.traffic, "communication": result.communication})
+            results.append({"traffic": result.reported.traffic, "communication": result.reported.communication})
         dist.all_reduce(total, group=mesh.control)
         results[-1]["elements"] = dict(zip(MODULES, total.tolist(), strict=True))
     finally:
