@@ -126,7 +126,7 @@ def _row(module: str, done: list[Step]) -> ModuleCompression:
     counted = _mean(sum(step["traffic"][module]) for step in recent)
     measured = next((s for s in alike if s.get("compression", {}).get(module, {}).get("error") is not None), None)
     residual = coded[0]["residual"] if coded else None
-    norm = last["grad_norm"].get(module)
+    norm = last.get("grad_norm", {}).get(module)
     return ModuleCompression(
         module,
         compressor,
@@ -151,6 +151,6 @@ def _mean(values: Iterable[float]) -> float:
 
 def _norm_ratio(steps: list[Step]) -> float | None:
     """Mean ratio of the encoder's gradient norm to the language model's."""
-    norms = [(step["grad_norm"].get("vision"), step["grad_norm"].get("language")) for step in steps]
-    ratios = [vision / language for vision, language in norms if vision and language]
+    norms = [step.get("grad_norm", {}) for step in steps]
+    ratios = [n["vision"] / n["language"] for n in norms if n.get("vision") and n.get("language")]
     return _mean(ratios) if ratios else None
