@@ -21,8 +21,8 @@ ACK_TIMEOUT = 60.0
 
 def register(app: typer.Typer) -> None:
     """Add the commands about runs."""
-    looking, ending = (list_all, show, traffic, ledger, doctor), (stop, abort)
-    for command in (*looking, pause, resume, step, set_, checkpoint, restore, export, *ending):
+    looking, ending = (list_all, show, traffic, compression, ledger, doctor), (stop, abort)
+    for command in (*looking, pause, resume, step, set_, compress, checkpoint, restore, export, *ending):
         name = {"list_all": "runs", "set_": "set"}.get(command.__name__, command.__name__)
         app.command(name, rich_help_panel="Runs")(command)
 
@@ -88,6 +88,23 @@ def _steps(text: str) -> range:
         raise MmlabError(f"--steps {text}: write a step such as 12, or a first and a last such as 10:14") from None
 
 
+def compression(
+    run: RunArgument,
+    measure: Annotated[
+        bool, typer.Option("--measure", help="Have a step reduced also without compression first, for the error.")
+    ] = False,
+) -> None:
+    """Show how a run's gradients are compressed: bytes a step beside those without, time, what is left out."""
+    found = open_run(run)
+    if measure:
+        _print_ack(sent := found.measure_compression())
+        if found.status()["state"] == "paused":
+            console().print("the run is paused: it is measured in its next step")
+        else:
+            found.wait(step=sent.wait().step + 1, timeout=ACK_TIMEOUT, progress=False)
+    console().print(str(found.compression()), markup=False, soft_wrap=True)
+
+
 def pause(run: RunArgument) -> None:
     """Pause after the step under way."""
     _steer(run, "pause")
@@ -105,13 +122,21 @@ def step(run: RunArgument, n: Annotated[int, typer.Argument(min=1, help="Steps t
 
 def set_(run: RunArgument, values: Annotated[list[str], typer.Argument(metavar="KEY=VALUE...")]) -> None:
     """Change the plan's live values, such as train.language.lr=1e-4."""
-    changes: dict[str, Any] = {}
-    for value in values:
-        key, equals, text = value.partition("=")
-        if not equals:
-            raise MmlabError(f"{value!r} is not KEY=VALUE, such as train.language.lr=1e-4")
-        changes[key.strip()] = _value(text.strip())
-    _steer(run, "set", changes)
+    _steer(run, "set", _pairs(values, "train.language.lr=1e-4"))
+
+
+def compress(
+    run: RunArgument,
+    group: Annotated[str, typer.Argument(metavar="GROUP", help="vision, language, or all.")],
+    compressor: Annotated[
+        str, typer.Argument(metavar="COMPRESSOR", help="none, bf16, fp16, int8, topk, powersgd or onebit.")
+    ],
+    options: Annotated[
+        list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Options of it, such as rank=4 or ratio=0.01.")
+    ] = None,
+) -> None:
+    """Change how a group's gradients are compressed."""
+    _print_ack(open_run(run).compress(group, compressor, **_pairs(options or [], "rank=4")))
 
 
 def checkpoint(
@@ -168,6 +193,17 @@ def abort(run: RunArgument) -> None:
 def stop(run: RunArgument) -> None:
     """End the run after the step under way."""
     _steer(run, "stop")
+
+
+def _pairs(values: list[str], example: str) -> dict[str, Any]:
+    """KEY=VALUE texts as a dict."""
+    found: dict[str, Any] = {}
+    for value in values:
+        key, equals, text = value.partition("=")
+        if not equals:
+            raise MmlabError(f"{value!r} is not KEY=VALUE, such as {example}")
+        found[key.strip()] = _value(text.strip())
+    return found
 
 
 def _value(text: str) -> Any:

@@ -16,9 +16,10 @@ from mmlab.messages import PHASES, Ack, Command, EventLog, RunPaths, planned_ste
 from mmlab.parallel.mesh import Mesh
 from mmlab.parallel.watch import Watch
 from mmlab.plan import Plan, live_keys, set_live
+from mmlab.plan.compression import OPTIONS, checked
 from mmlab.plan.keys import flatten, get
 from mmlab.train import checkpoint
-from mmlab.train.build import Built
+from mmlab.train.build import Built, communication
 from mmlab.train.control import Aborted, Boundary, Channel, Listener
 from mmlab.train.evaluate import Evaluator
 from mmlab.train.feed import Feed
@@ -71,7 +72,8 @@ class Session:
         self._saved: tuple[str, int] | None = None
         self._verbs: dict[str, Callable[[dict[str, Any]], str]] = {
             "pause": self._pause, "resume": self._resume, "step": self._step_n, "set": self._set,
-            "checkpoint": self._checkpoint, "restore": self._restore, "stop": self._stop, "abort": self._abort,
+            "measure": self._measure, "checkpoint": self._checkpoint, "restore": self._restore,
+            "stop": self._stop, "abort": self._abort,
         }  # fmt: skip
 
     def emit(self, kind: str, **fields: Any) -> None:
@@ -159,8 +161,10 @@ class Session:
 
     def _coding(self, module: str, coded: Coded) -> dict[str, Any]:
         """A module's compression in the step's event: what did it, what it cost, what it lost."""
-        fields = {"compressor": self.built.reducer.settings[module].compressor, "seconds": round(coded.seconds, 5),
-                  "residual": _finite(coded.residual)}  # fmt: skip
+        settings = self.built.reducer.settings[module]
+        options = {name: getattr(settings, name) for name in OPTIONS[settings.compressor]}
+        fields = {"compressor": settings.compressor, "options": options, "seconds": round(coded.seconds, 5),
+                  "residual": _finite(coded.residual), "dense": coded.dense, "kept": coded.kept}  # fmt: skip
         return fields if coded.error is None else fields | {"error": _finite(coded.error)}
 
     @staticmethod
@@ -234,9 +238,20 @@ class Session:
         if not isinstance(values, dict) or not values:
             raise PlanError('set takes values by dotted key, such as {"train.language.lr": 1e-4}')
         args["values"] = values = dict(flatten(values))  # who reads the log looks for dotted keys
-        self.plan = set_live(self.plan, values)
+        self.plan = checked(self.plan, values)
         self.runner.configure(self.plan, self.steering.step + 1)
         return ", ".join(f"{key} = {get(self.plan, key)}" for key in values)
+
+    def _measure(self, args: dict[str, Any]) -> str:
+        """The next step is also reduced without compression."""
+        number, groups = self.steering.step + 1, self.mesh.layout.groups
+        if number > self.plan.train.steps:
+            raise PlanError("the run has done its last step")
+        reduced = {m: s.at(number) for m, s in communication(self.plan).items() if any(len(g) > 1 for g in groups(m))}
+        if all(settings.compressor == "none" for settings in reduced.values()):
+            raise PlanError(f"no gradients are compressed in step {number}, so there is nothing to measure")
+        self.runner.measure_next = True
+        return f"step {number} is also reduced without compression"
 
     def _stop(self, args: dict[str, Any]) -> str:
         self.steering.stopped = True
