@@ -24,13 +24,8 @@ def test_a_row_is_the_mean_of_the_last_steps_with_the_same_compressor():
     dense = [step(number, bytes=(4000, 4000)) for number in range(1, 30)]
     steps = [*dense, step(30, POWERSGD, (900, 900)), step(31, POWERSGD, error=0.25), step(32, POWERSGD, (1100, 1100))]
     vision, language = CompressionTable(steps).rows
-    assert (vision.module, vision.compressor, vision.bytes, vision.dense, vision.ratio) == (
-        "vision",
-        "none",
-        800,
-        800,
-        1,
-    )
+    assert (vision.module, vision.compressor) == ("vision", "none")
+    assert (vision.bytes, vision.dense, vision.ratio) == (800, 800, 1)
     assert (vision.coding, vision.residual, vision.error, vision.kept) == (None, None, None, 0)
     assert (language.compressor, language.options) == ("powersgd", {"rank": 4})
     assert (language.bytes, language.dense, language.ratio) == (pytest.approx(2000), 8000, pytest.approx(4))
