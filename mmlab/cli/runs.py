@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from mmlab.cli.shared import RunArgument, console, find_run, open_run
-from mmlab.errors import MmlabError
+from mmlab.cli.shared import JsonOption, RunArgument, check_writable, console, find_run, open_run, write_results
+from mmlab.errors import MmlabError, RunFailed
 
 if TYPE_CHECKING:
     from mmlab.tracking.sent import Sent
@@ -21,7 +21,7 @@ ACK_TIMEOUT = 60.0
 
 def register(app: typer.Typer) -> None:
     """Add the commands about runs."""
-    looking, ending = (list_all, show, traffic, compression, doctor), (stop, abort)
+    looking, ending = (list_all, show, traffic, compression, ledger, doctor), (stop, abort)
     for command in (*looking, pause, resume, step, set_, compress, checkpoint, restore, export, *ending):
         name = {"list_all": "runs", "set_": "set"}.get(command.__name__, command.__name__)
         app.command(name, rich_help_panel="Runs")(command)
@@ -61,6 +61,31 @@ def show(run: RunArgument, follow: Annotated[bool, typer.Option(help="Go on unti
 def traffic(run: RunArgument) -> None:
     """Show what a run's ranks say to each other: groups, bytes a step, time under way and waited for."""
     console().print(str(open_run(run).traffic()), markup=False, soft_wrap=True)
+
+
+def ledger(
+    run: RunArgument,
+    steps: Annotated[str, typer.Option("--steps", metavar="A[:B]", help="Name the samples of these steps.")] = "",
+    json: JsonOption = None,
+) -> None:
+    """Show which samples a run has consumed, and prove that none was lost and none came twice (else exit code 2)."""
+    check_writable(json)
+    found = open_run(run).ledger()
+    for number in _steps(steps):
+        console().print(f"step {number}: {' '.join(found.samples(number))}", markup=False, soft_wrap=True)
+    console().print(str(found), markup=False, soft_wrap=True)
+    write_results(json, found.to_json() if json else {})
+    if not found.ok:
+        raise RunFailed(f"the ledger of run {run} does not hold: {found.problems[0]}")
+
+
+def _steps(text: str) -> range:
+    """The steps that A or A:B names, both ends included; none for an empty text."""
+    first, colon, last = text.partition(":")
+    try:
+        return range(int(first), int(last if colon else first) + 1) if text else range(0)
+    except ValueError:
+        raise MmlabError(f"--steps {text}: write a step such as 12, or a first and a last such as 10:14") from None
 
 
 def compression(

@@ -20,6 +20,7 @@ from mmlab.messages.failures import Failure, read_failures
 from mmlab.messages.files import RunPaths, process_alive, read_json
 from mmlab.messages.runs import runs_root
 from mmlab.tracking.compression import CompressionTable
+from mmlab.tracking.ledger import Ledger
 from mmlab.tracking.traffic import TrafficTable
 
 if TYPE_CHECKING:
@@ -98,6 +99,11 @@ class RunRecord:
     def traffic(self) -> TrafficTable:
         """What the ranks said to each other in the last steps: groups, bytes, time under way and waited for."""
         return TrafficTable(self.plan.layout(), self.metrics())
+
+    def ledger(self) -> Ledger:
+        """Which samples each step consumed, and whether none was lost and none came twice. MmlabError before the first
+        step."""
+        return Ledger(self)
 
     def compression(self) -> CompressionTable:
         """What the last steps' gradients were coded with, what that saved, cost and lost."""

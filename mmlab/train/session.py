@@ -57,6 +57,7 @@ class Session:
     def __init__(self, plan: Plan, paths: RunPaths, mesh: Mesh, built: Built, watch: Watch, listener: Listener) -> None:
         self.plan, self.paths, self.mesh, self.built, self.watch = plan, paths, mesh, built, watch
         self.log = EventLog(paths.events) if mesh.place.rank == 0 else None
+        self.ledger = EventLog(paths.ledger) if mesh.place.rank == 0 else None
         self.listener = listener
         self.channel = Channel(mesh)
         self.boundary = Boundary(self.channel, listener, self.emit)
@@ -87,11 +88,18 @@ class Session:
             self.log.lineage = self.lineage
         self.emit("lineage", step=parent_step, id=self.lineage, parent=parent, parent_step=parent_step)
 
+    def _stand(self, cursors: Cursors, step: int) -> None:
+        """Stand after a step with the data where it was then; the lineage's first line of the ledger says so."""
+        self.feed.reset(cursors, step)
+        if self.ledger is not None:
+            self.ledger.lineage = self.lineage
+            self.ledger.emit("data", step=step, cursors=cursors.to_json(), **self.source.identity())
+
     def start(self, restore: str | None) -> None:
         """From the beginning, or from a checkpoint's name ("latest" for the newest); all ranks together."""
         if restore is None:
             self.begin_lineage("", 0)
-            self.feed.reset(self.feed.cursors, 0)
+            self._stand(self.feed.cursors, 0)
         else:
             self._load({"name": "" if restore == "latest" else restore})
             steps = self.plan.train.steps  # the length of the run is not the checkpoint's, but what was last asked for
@@ -114,6 +122,8 @@ class Session:
         self.feed.agree(result.next_bad)
         self.watch.end_step()
         self.steering.step, self.steering.loss = number, result.loss
+        if self.ledger is not None:  # before the step's event: what is known to be done is in the ledger
+            self.ledger.emit("step", step=number, samples=batch.manifest.places())
         if result.overflow:
             fields = {"modules": result.overflow, "loss_scale": self.runner.scale.value}
             self.emit("overflow", step=number, **fields)
@@ -314,7 +324,7 @@ class Session:
         self.steering.step, self.steering.loss = manifest["step"], manifest["loss"]
         self.runner.configure(self.plan, self.steering.step + 1, restored=True)
         self.begin_lineage(manifest["lineage"], manifest["step"])
-        self.feed.reset(Cursors.from_json(manifest["cursors"]), manifest["step"])
+        self._stand(Cursors.from_json(manifest["cursors"]), manifest["step"])
         self.emit("restore", step=manifest["step"], name=name, from_step=manifest["step"], values=values)
         return f"restored {name} (step {manifest['step']})"
 
@@ -357,5 +367,6 @@ class Session:
         self.runner.close()
         self.feed.close()
         self.evaluator.close()
-        if self.log is not None:
-            self.log.close()
+        for log in (self.log, self.ledger):
+            if log is not None:
+                log.close()
