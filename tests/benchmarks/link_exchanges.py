@@ -2,8 +2,8 @@
 
 Two ranks on two hosts (network namespaces; Linux and root). All ways take turns in the same ranks, each after a pause;
 a number is the median over the calls, of the slower rank. With each of them as many bytes as the tensor has cross the
-link either way, so the bits need bytes * 8 / rate. With --alternate four ranks sum in one all-reduce, dealt to the hosts
-in turns: every hop of gloo's ring then crosses the link, with three times the bytes.
+link either way, so the bits need bytes * 8 / rate. With --alternate four ranks sum in one all-reduce, dealt to the
+hosts in turns: every hop of gloo's ring then crosses the link, with three times the bytes.
 
     python tests/benchmarks/link_exchanges.py [--rate 100mbit] [--mb 1 4 16] [--calls 9] [--json FILE]
 """
