@@ -15,7 +15,7 @@ from mmlab.errors import CheckpointError, MmlabError, PlanError, RunFailed
 from mmlab.messages import PHASES, Ack, Command, EventLog, RunPaths, planned_steps, read_events
 from mmlab.parallel.mesh import Mesh
 from mmlab.parallel.watch import Watch
-from mmlab.plan import Plan, live_keys, set_live
+from mmlab.plan import Plan, Problems, live_keys, set_live
 from mmlab.plan.keys import flatten, get
 from mmlab.train import checkpoint
 from mmlab.train.build import Built
@@ -139,6 +139,7 @@ class Session:
             data_wait=self.watch_phase(result, "data"),
             lr=result.lr, grad_norm={m: _finite(norm) for m, norm in result.grad_norm.items()},
             grad_norm_total=_finite(result.grad_norm_total),
+            **({"reduced": "momentum"} if self.plan.train.reduces_momentum(self.steering.step) else {}),
             **({"loss_scale": result.loss_scale} if self.runner.scale.active else {}),
             **({"phases": [[round(s, 5) for s in row] for row in told.phases]} if told.phases else {}),
             **({"traffic": told.traffic} if told.traffic else {}),
@@ -224,9 +225,16 @@ class Session:
         if not isinstance(values, dict) or not values:
             raise PlanError('set takes values by dotted key, such as {"train.language.lr": 1e-4}')
         args["values"] = values = dict(flatten(values))  # who reads the log looks for dotted keys
-        self.plan = set_live(self.plan, values)
+        self.plan = self._admitted(values)
         self.runner.configure(self.plan, self.steering.step + 1)
         return ", ".join(f"{key} = {get(self.plan, key)}" for key in values)
+
+    def _admitted(self, values: dict[str, Any]) -> Plan:
+        """The plan with live values changed. PlanError where the rules refuse one of them in this plan."""
+        changed = set_live(self.plan, values)
+        known = self.plan.check()
+        Problems(changed, [p for p in changed.check() if p.field in values and p not in known]).raise_if_any()
+        return changed
 
     def _stop(self, args: dict[str, Any]) -> str:
         self.steering.stopped = True
