@@ -52,7 +52,7 @@ def freeze(plan: Plan) -> Iterator[Problem]:
         message = f"a run of {t.steps} steps is over before freeze_step {t.freeze_step}: it would be AdamW throughout."
         if t.steps > least:
             step = max(least, t.steps // 5)
-            fix = Fix("take a fifth of the steps", (f"train.freeze_step={step}",))
+            fix = Fix("take a fifth of the steps, or train longer", (f"train.freeze_step={step}",))
         else:
             fix = Fix("use AdamW", ("train.optimizer=adamw",))
         yield Problem("train.freeze_step", message, fix)
