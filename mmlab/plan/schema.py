@@ -12,7 +12,7 @@ from typing import Literal
 from pydantic import Field
 
 from mmlab.plan.model import LanguageConfig, ProjectorConfig, VisionConfig
-from mmlab.plan.section import LIVE, MODULES, Compressor, Counts, Names, Precision, Section
+from mmlab.plan.section import LIVE, MODULES, Compressor, Counts, Names, Precision, Section, Shares
 
 __all__ = ["LIVE", "MODULES", "LanguageConfig", "Plan", "ProjectorConfig", "Section", "VisionConfig"]
 
@@ -194,6 +194,14 @@ class DataConfig(Section):
     path: str = "emoji"
     """Folder of shards, a brace pattern such as "shards/train-{000000..000009}.tar", or a built-in set
     ("emoji", "shapes"), which is made on first use in the data cache (a folder of that name is "./emoji")."""
+    sources: Names = ()
+    """Several sources to mix, each as data.path would name it; they then take its place."""
+    weights: Shares = ()
+    """Share of the samples that comes from each of data.sources, to any scale; empty means by size. Each source begins
+    anew when it is used up, so a small one with a large share comes more often."""
+    shuffle_window: int = Field(0, ge=0)
+    """Samples of the mixed order that are shuffled among each other; 0 means none. Chunks of neighbouring samples are
+    shuffled in any case, and the order inside of each."""
     held_out: str = ""
     """Shards for evaluation; empty means the built-in set's own held-out split, or none."""
     tokenizer: str = ""

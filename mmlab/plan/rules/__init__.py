@@ -50,6 +50,7 @@ RULES: tuple[Rule, ...] = (
     sequence.image_scope,
     general.something_trains,
     general.lanes,
+    general.mixture,
     cluster.shared_memory,
     lora.lora_targets,
     lora.lora_rank,
