@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mmlab.parallel import shm
+from mmlab.parallel.shm import GlooFallback, ShmGroup
 from mmlab.parallel.traffic import Traffic
 
 
@@ -25,12 +25,18 @@ class Wire:
     def __init__(self, group: dist.ProcessGroup, axis: str = "", traffic: Traffic | None = None) -> None:
         self.group, self.axis, self.traffic = group, axis, traffic
         self.ranks, self.rank = group.size(), group.rank()
-        self._gloo = dist.get_backend(group) == "gloo" or isinstance(group, shm.GlooFallback)
+        self._gloo = dist.get_backend(group) == "gloo" or isinstance(group, GlooFallback)
 
     @property
     def uncounted(self) -> Wire:
         """The same group without a count, for what is not training (measuring)."""
         return Wire(self.group)
+
+    @property
+    def ordered(self) -> bool:
+        """Whether an all-reduce adds in the order of the ranks. gloo's ring begins elsewhere in each chunk, which two
+        ranks do not notice: a + b is b + a."""
+        return self.ranks < 3 or isinstance(self.group, ShmGroup)
 
     def _count(self, tensor: Tensor) -> None:
         if self.traffic is not None:
