@@ -262,6 +262,12 @@ class TrainConfig(Section):
     """Optimizer steps of the run (also the length of the cosine)."""
     seed: int = Field(0, ge=0)
     """Seed of the initial weights, dimensionless."""
+    optimizer: Literal["adamw", "onebit_adam"] = "adamw"
+    """AdamW, or 1-bit Adam: AdamW up to freeze_step; from then on the second moment stays as it is and what ranks
+    reduce is the first moment instead of gradients, through each group's compressor (onebit is the paper's)."""
+    freeze_step: int = Field(20, ge=1)
+    """With onebit_adam: steps of plain AdamW, reduced without compression, after which the second moment stays: about a
+    fifth of the run, and no fewer than the learning rates' warm-up."""
     clip_norm: float = Field(1.0, ge=0, json_schema_extra=LIVE)
     """Largest global gradient norm, in units of the gradient; 0 means no clipping."""
     activation_checkpointing: bool = False
@@ -278,6 +284,10 @@ class TrainConfig(Section):
     """The projector's optimizer."""
     language: ModuleTrain = ModuleTrain()
     """The decoder's optimizer."""
+
+    def reduces_momentum(self, step: int) -> bool:
+        """Whether a step (1 is the first) reduces first moments rather than gradients: 1-bit Adam after the freeze."""
+        return self.optimizer == "onebit_adam" and step > self.freeze_step
 
 
 class CheckpointConfig(Section):

@@ -151,6 +151,7 @@ class Session:
             data_wait=self.watch_phase(result, "data"),
             lr=result.lr, grad_norm={m: _finite(norm) for m, norm in result.grad_norm.items()},
             grad_norm_total=_finite(result.grad_norm_total),
+            **({"reduced": "momentum"} if self.plan.train.reduces_momentum(self.steering.step) else {}),
             **({"loss_scale": result.loss_scale} if self.runner.scale.active else {}),
             **({"phases": [[round(s, 5) for s in row] for row in told.phases]} if told.phases else {}),
             **({"traffic": told.traffic} if told.traffic else {}),
