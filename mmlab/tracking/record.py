@@ -61,6 +61,17 @@ class RunRecord:
             self._plan = Plan.load(self.paths.plan)
         return self._plan
 
+    @property
+    def current_plan(self) -> Plan:
+        """The plan with what was set during the run, and restored with a checkpoint, so far."""
+        values: dict[str, Any] = {}
+        for event in self.events():
+            if event["kind"] == "restore":
+                values |= event.get("values", {})
+            elif event["kind"] == "command" and event.get("ok") and event["verb"] == "set":
+                values |= event["args"].get("values", {})
+        return self.plan.with_(values)
+
     def events(self) -> list[Event]:
         """All events so far, oldest first."""
         new, self._offset = read_events(self.paths.events, self._offset)

@@ -51,10 +51,11 @@ class Steered:
     def set(self, key: str | Mapping[str, Any], value: Any = None) -> Sent:
         """Change fields of the plan while the run goes on: a dotted key and its value, or a dict of them.
 
-        PlanError on a key that cannot change during a run (lists those that can), or a value that it does not admit.
+        PlanError on a key that cannot change during a run (lists those that can), a value that it does not admit, or
+        one with which the plan could not run (says what to do about it).
         """
         values = dict(flatten({key: value} if isinstance(key, str) else key))
-        set_live(self._record.plan, values)
+        set_live(self._record.current_plan, values)
         return self._send("set", values=values)
 
     def checkpoint(self, name: str = "") -> Sent:

@@ -17,9 +17,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 from mmlab.errors import CheckpointError, MmlabError, RunFailed
@@ -184,11 +186,11 @@ def find(checkpoints: Path, step: int | None = None, name: str = "", lineage: st
 
 
 class _Loadable(NamedTuple):
-    """What can be loaded, the manifest, shapes of what else there is, and what is wrong ("" when nothing is)."""
+    """What can be loaded, the manifest, what tensors the file has, and what is wrong ("" when nothing is)."""
 
     wanted: dict[str, Tensor]
     manifest: dict[str, Any]
-    stored: dict[str, tuple[int, ...]]
+    stored: dict[str, tuple[tuple[int, ...], torch.dtype]]
     problem: str
 
 
@@ -214,8 +216,10 @@ def _loadable(plan: Plan, state: Mapping[str, Tensor], folder: Path) -> _Loadabl
             return _Loadable({}, {}, {}, f"checkpoint {folder.name} is of another model: {problem}.")
         wanted[key] = tensor
     lost = lost_adapters(plan, saved)
-    sizes = {key: tuple(size) for key, entry in stored.items() if (size := getattr(entry, "size", None)) is not None}
-    return _Loadable(wanted, manifest, sizes, f"checkpoint {folder.name} {lost}" if lost else "")
+    tensors = {
+        k: (tuple(v.size), v.properties.dtype) for k, v in stored.items() if isinstance(v, TensorStorageMetadata)
+    }
+    return _Loadable(wanted, manifest, tensors, f"checkpoint {folder.name} {lost}" if lost else "")
 
 
 def _damage(folder: Path, manifest: Mapping[str, Any], mesh: Mesh) -> str:

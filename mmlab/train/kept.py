@@ -5,7 +5,7 @@ left out. Training only ever sees the sum of the rows, so another number of rank
 `communication.<parameter>.factor` [T, *shape of a factor]: PowerSGD's, one for each of the T tensor ranks that split
 the parameter. Where it does not fit it is left out: PowerSGD then begins anew.
 
-The last stage's copy of a tied table has gradients and residuals of its own (`tied_residual`); in a layout without
+The last stage's copy of a tied table has gradients and residuals of its own (`copy.residual`); in a layout without
 such a copy they belong to the table. What nobody keeps is not in the file.
 """
 
@@ -25,7 +25,8 @@ from mmlab.parallel.sharding import meshes
 from mmlab.plan.schema import Plan
 from mmlab.train.build import Built, is_tied_copy
 
-Sizes = Mapping[str, tuple[int, ...]]
+Stored = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
+"""Shape and format of each tensor in a checkpoint."""
 
 
 def _key(name: str, what: str) -> str:
@@ -103,12 +104,12 @@ def saved(plan: Plan, mesh: Mesh, built: Built) -> dict[str, Tensor]:
     """
     rows, found = Rows(mesh), {}
     for bucket, t in _members(built):
+        own = "copy." if is_tied_copy(plan, mesh.place, t.name) else ""
         if bucket.kept.residual is not None:
             residual = dict(bucket.views(bucket.kept.residual))[t.name]
-            what = "tied_residual" if is_tied_copy(plan, mesh.place, t.name) else "residual"
-            found[_key(t.name, what)] = rows.placed(t, residual[None], rows.ranks(t.module)[1])
-        if t.name in bucket.kept.factors and not is_tied_copy(plan, mesh.place, t.name):
-            found[_key(t.name, "factor")] = rows.factor(t, bucket.kept.factors[t.name][None])
+            found[_key(t.name, f"{own}residual")] = rows.placed(t, residual[None], rows.ranks(t.module)[1])
+        if t.name in bucket.kept.factors:
+            found[_key(t.name, f"{own}factor")] = rows.factor(t, bucket.kept.factors[t.name][None])
     return found
 
 
@@ -116,33 +117,33 @@ class Incoming:
     """What a checkpoint holds for this rank: `tensors` to read into, and `take` for what has been read.
 
     Args:
-        stored: shapes of all tensors in the checkpoint.
+        stored: what tensors there are in the checkpoint.
     """
 
-    def __init__(self, stored: Sizes, plan: Plan, mesh: Mesh, built: Built) -> None:
+    def __init__(self, stored: Stored, plan: Plan, mesh: Mesh, built: Built) -> None:
         self.plan, self.mesh, self.built, self.rows = plan, mesh, built, Rows(mesh)
         self.tensors: dict[str, Tensor] = {}
         self._residuals: dict[str, list[tuple[Tensor, int]]] = {}
         self._factors: dict[str, Tensor] = {}
         for packed, t in _members(built):
-            for what in self._parts(t):
-                if (key := _key(t.name, what)) in stored:
-                    count = stored[key][0]
+            own = "copy." if is_tied_copy(plan, mesh.place, t.name) else ""
+            for part in self._parts(t, own):
+                if (key := _key(t.name, f"{part}residual")) in stored:
+                    count = stored[key][0][0]
                     rows = t.value.new_empty(self.rows.share(t.module, count), *packed.shapes[t.name])
                     self.tensors[key] = self.rows.placed(t, rows, count)
                     self._residuals.setdefault(t.name, []).append((rows, count))
-            shape = stored.get(_key(t.name, "factor"))
-            if shape is not None and shape[0] == (mesh.tp.size if split_over_tp(t.param) else 1):
-                factor = t.value.new_empty(1, *shape[1:])
-                self.tensors[_key(t.name, "factor")] = self.rows.factor(t, factor)
+            key = _key(t.name, f"{own}factor")
+            shape, dtype = stored.get(key, ((0,), torch.float32))
+            if shape[0] == (mesh.tp.size if split_over_tp(t.param) else 1):
+                factor = t.value.new_empty(1, *shape[1:], dtype=dtype)
+                self.tensors[key] = self.rows.factor(t, factor)
                 self._factors[t.name] = factor[0]
 
-    def _parts(self, t: Trained) -> tuple[str, ...]:
-        """Residuals in a checkpoint that are a parameter's here."""
-        if is_tied_copy(self.plan, self.mesh.place, t.name):
-            return ("tied_residual",)
+    def _parts(self, t: Trained, own: str) -> tuple[str, ...]:
+        """Whose residuals in a checkpoint a parameter has here: its own, and its copy's where there is none."""
         tied = self.plan.model.language.tied_embeddings and t.name == EMBED_TOKENS
-        return ("residual", "tied_residual") if tied and not self.mesh.layout.embedding_groups else ("residual",)
+        return (own, "copy.") if tied and not self.mesh.layout.embedding_groups else (own,)
 
     def take(self) -> None:
         """Keep what has been read, and nothing else; all ranks together."""
