@@ -23,7 +23,9 @@ from mmlab.errors import LabError, MmlabError, PlanError
 from mmlab.messages import read_json
 from mmlab.messages.runs import create_run, runs_root
 from mmlab.plan import Plan, check_platform
+from mmlab.tracking.compression import CompressionTable
 from mmlab.tracking.doctor import Diagnosis, diagnose
+from mmlab.tracking.ledger import Ledger
 from mmlab.tracking.progress import current_shell, in_kernel, report_unseen
 from mmlab.tracking.record import ENDED, RunRecord, list_runs
 from mmlab.tracking.sent import Sent, WaitTimeout
@@ -117,6 +119,16 @@ class Run(Steered):
     def traffic(self) -> TrafficTable:
         """Who talks to whom: groups of ranks, bytes a step as counted, time under way and waited for; a table."""
         return self._record.traffic()
+
+    def ledger(self) -> Ledger:
+        """Which samples each step consumed; shows as a proof that none was lost and none came twice, or as what is
+        wrong. `ledger().samples(step)` names those of a step."""
+        return self._record.ledger()
+
+    def compression(self) -> CompressionTable:
+        """How gradients are compressed, by module: bytes a step beside those without, time, what is left out, how far
+        off they were when last measured; a table."""
+        return self._record.compression()
 
     def doctor(self) -> Diagnosis:
         """What holds the run up: which rank has not joined which call of which group, and where in its code it is.

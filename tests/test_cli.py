@@ -168,6 +168,8 @@ def test_unwritable_run_folder_is_named(command: Command, tmp_path: Path, monkey
         (("step", "3"), "step", {"n": 3}),
         (("set", "train.steps=77", "train.language.lr=1e-4"), "set",
          {"values": {"train.steps": 77, "train.language.lr": 1e-4}}),
+        (("compress", "language", "none", "residual=drop"), "set",
+         {"values": {"communication.language.compressor": "none", "communication.language.residual": "drop"}}),
         (("checkpoint",), "checkpoint", {}),
         (("checkpoint", "good"), "checkpoint", {"name": "good"}),
         (("stop",), "stop", {}),
@@ -193,6 +195,29 @@ def test_set_refuses_what_cannot_change_and_what_is_no_pair(command: Command, ru
     assert code == 1
     assert "KEY=VALUE" in err
     assert applied(run) == []
+
+
+def test_compress_refuses_what_no_compressor_has(command: Command, run: SyntheticRun) -> None:
+    for words, says in (
+        (("text", "topk"), "vision, language or all"),
+        (("all", "topkk"), "the nearest known one is topk"),
+        (("all", "topk", "rank=4"), "topk has no option rank; it has ratio"),
+        (("all", "topk", "ratio=2"), "communication.vision.ratio = 2: must be a number, above 0, at most 1"),
+        (("all", "topk", "ratio"), "KEY=VALUE"),
+        (("all", "topk", "group=1"), "topk has no option group"),
+    ):
+        code, _, err = command("compress", "last", *words)
+        assert code == 1
+        assert says in err
+        assert len(err.strip().splitlines()) == 1
+    assert not list(run.paths.control.glob("*.json"))
+
+
+def test_compression_shows_what_was_counted(command: Command, run: SyntheticRun) -> None:
+    code, out, _ = command("compression", "last")
+    assert code == 0
+    assert "no reduced gradients were counted" in out
+    assert "gradient norm of vision / language" in out
 
 
 def test_doctor_says_what_each_rank_does(command: Command, run: SyntheticRun) -> None:

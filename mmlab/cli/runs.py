@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from mmlab.cli.shared import RunArgument, console, find_run, open_run
-from mmlab.errors import MmlabError
+from mmlab.cli.shared import JsonOption, RunArgument, check_writable, console, find_run, open_run, write_results
+from mmlab.errors import MmlabError, RunFailed
 
 if TYPE_CHECKING:
     from mmlab.tracking.sent import Sent
@@ -21,8 +21,8 @@ ACK_TIMEOUT = 60.0
 
 def register(app: typer.Typer) -> None:
     """Add the commands about runs."""
-    looking, ending = (list_all, show, traffic, doctor), (stop, abort)
-    for command in (*looking, pause, resume, step, set_, checkpoint, restore, export, *ending):
+    looking, ending = (list_all, show, traffic, compression, ledger, doctor), (stop, abort)
+    for command in (*looking, pause, resume, step, set_, compress, checkpoint, restore, export, *ending):
         name = {"list_all": "runs", "set_": "set"}.get(command.__name__, command.__name__)
         app.command(name, rich_help_panel="Runs")(command)
 
@@ -63,6 +63,48 @@ def traffic(run: RunArgument) -> None:
     console().print(str(open_run(run).traffic()), markup=False, soft_wrap=True)
 
 
+def ledger(
+    run: RunArgument,
+    steps: Annotated[str, typer.Option("--steps", metavar="A[:B]", help="Name the samples of these steps.")] = "",
+    json: JsonOption = None,
+) -> None:
+    """Show which samples a run has consumed, and prove that none was lost and none came twice (else exit code 2)."""
+    check_writable(json)
+    found = open_run(run).ledger()
+    for number in _steps(steps):
+        console().print(f"step {number}: {' '.join(found.samples(number))}", markup=False, soft_wrap=True)
+    console().print(str(found), markup=False, soft_wrap=True)
+    write_results(json, found.to_json() if json else {})
+    if not found.ok:
+        raise RunFailed(f"the ledger of run {run} does not hold: {found.problems[0]}")
+
+
+def _steps(text: str) -> range:
+    """The steps that A or A:B names, both ends included; none for an empty text."""
+    first, colon, last = text.partition(":")
+    try:
+        return range(int(first), int(last if colon else first) + 1) if text else range(0)
+    except ValueError:
+        raise MmlabError(f"--steps {text}: write a step such as 12, or a first and a last such as 10:14") from None
+
+
+def compression(
+    run: RunArgument,
+    measure: Annotated[
+        bool, typer.Option("--measure", help="Have a step reduced also without compression first, for the error.")
+    ] = False,
+) -> None:
+    """Show how a run's gradients are compressed: bytes a step beside those without, time, what is left out."""
+    found = open_run(run)
+    if measure:
+        _print_ack(sent := found.measure_compression())
+        if found.status()["state"] == "paused":
+            console().print("the run is paused: it is measured in its next step")
+        else:
+            found.wait(step=sent.wait().step + 1, timeout=ACK_TIMEOUT, progress=False)
+    console().print(str(found.compression()), markup=False, soft_wrap=True)
+
+
 def pause(run: RunArgument) -> None:
     """Pause after the step under way."""
     _steer(run, "pause")
@@ -80,13 +122,21 @@ def step(run: RunArgument, n: Annotated[int, typer.Argument(min=1, help="Steps t
 
 def set_(run: RunArgument, values: Annotated[list[str], typer.Argument(metavar="KEY=VALUE...")]) -> None:
     """Change the plan's live values, such as train.language.lr=1e-4."""
-    changes: dict[str, Any] = {}
-    for value in values:
-        key, equals, text = value.partition("=")
-        if not equals:
-            raise MmlabError(f"{value!r} is not KEY=VALUE, such as train.language.lr=1e-4")
-        changes[key.strip()] = _value(text.strip())
-    _steer(run, "set", changes)
+    _steer(run, "set", _pairs(values, "train.language.lr=1e-4"))
+
+
+def compress(
+    run: RunArgument,
+    group: Annotated[str, typer.Argument(metavar="GROUP", help="vision, language, or all.")],
+    compressor: Annotated[
+        str, typer.Argument(metavar="COMPRESSOR", help="none, bf16, fp16, int8, topk, powersgd or onebit.")
+    ],
+    options: Annotated[
+        list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Options of it, such as rank=4 or ratio=0.01.")
+    ] = None,
+) -> None:
+    """Change how a group's gradients are compressed."""
+    _print_ack(open_run(run).compress(group, compressor, **_pairs(options or [], "rank=4")))
 
 
 def checkpoint(
@@ -143,6 +193,17 @@ def abort(run: RunArgument) -> None:
 def stop(run: RunArgument) -> None:
     """End the run after the step under way."""
     _steer(run, "stop")
+
+
+def _pairs(values: list[str], example: str) -> dict[str, Any]:
+    """KEY=VALUE texts as a dict."""
+    found: dict[str, Any] = {}
+    for value in values:
+        key, equals, text = value.partition("=")
+        if not equals:
+            raise MmlabError(f"{value!r} is not KEY=VALUE, such as {example}")
+        found[key.strip()] = _value(text.strip())
+    return found
 
 
 def _value(text: str) -> Any:

@@ -6,9 +6,8 @@ The global batch (which samples, in which order) depends on the data set, the se
 
 from __future__ import annotations
 
-import json
 from collections.abc import Collection
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -173,13 +172,6 @@ class StepManifest:
         """Images (tiles) of the step."""
         return sum(sample.tiles for sample in self.samples)
 
-    def to_json(self) -> dict[str, Any]:
-        """As JSON values (a line of the ledger)."""
-        return asdict(self)
-
-    @classmethod
-    def from_json(cls, value: dict[str, Any] | str) -> StepManifest:
-        """From what `to_json` gave, or its text."""
-        data = json.loads(value) if isinstance(value, str) else value
-        samples = tuple(ManifestSample(**sample) for sample in data["samples"])
-        return cls(int(data["step"]), samples, Split(**data["split"]))
+    def places(self) -> list[list[int]]:
+        """[shard, position in it, epoch] of each sample, in order: a line of the ledger."""
+        return [[sample.shard, sample.index, sample.epoch] for sample in self.samples]

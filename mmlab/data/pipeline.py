@@ -94,6 +94,11 @@ class DataSource:
         """Samples of one epoch."""
         return sum(self.lanes.sizes)
 
+    def identity(self) -> dict[str, Any]:
+        """What the order of samples depends on, as JSON values: shards (paths), sizes (their samples), lanes, seed."""
+        shards = [str(path) for path in self.shards]
+        return {"shards": shards, "sizes": list(self.lanes.sizes), "lanes": self.lanes.lanes, "seed": self.lanes.seed}
+
     # -- what a step consumes: no pixel and no text is read here
 
     def start(self) -> Cursors:

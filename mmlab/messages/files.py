@@ -16,9 +16,10 @@ import psutil
 class RunPaths:
     """The folder of one run.
 
-    `plan.toml` the plan, `run.json` id, lab and generation, `events.jsonl` the append-only truth, `control/` the
-    inbox (mode 0700) with `control/acks/`, `ranks/` one beacon a rank, `failures/` one file a failed rank and
-    generation, `logs/` what ranks print, `checkpoints/`, `traces/` op times of chosen steps.
+    `plan.toml` the plan, `run.json` id, lab and generation, `events.jsonl` the append-only truth, `ledger.jsonl` the
+    samples that each step consumed, `control/` the inbox (mode 0700) with `control/acks/`, `ranks/` one beacon a rank,
+    `failures/` one file a failed rank and generation, `logs/` what ranks print, `checkpoints/`, `traces/` op times of
+    chosen steps.
     """
 
     root: Path
@@ -37,6 +38,11 @@ class RunPaths:
     def events(self) -> Path:
         """Append-only event log, one JSON object a line."""
         return self.root / "events.jsonl"
+
+    @property
+    def ledger(self) -> Path:
+        """Append-only ledger of the samples that each step consumed, one JSON object a line."""
+        return self.root / "ledger.jsonl"
 
     @property
     def control(self) -> Path:

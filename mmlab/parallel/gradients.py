@@ -51,13 +51,16 @@ class Coding:
 
     `seconds` spent coding; `residual` squared norm of what this rank has left out so far; `error` and `dense` squared
     norms of (reduced - reduced without compression) and of the latter, of the parameters that this rank counts; zero in
-    a step that did not measure. Sums over the ranks are those of the model.
+    a step that did not measure. `whole` bytes of its gradients as they are, `kept` of what is kept between steps. Sums
+    over the ranks are those of the model.
     """
 
     seconds: float = 0.0
     residual: float = 0.0
     error: float = 0.0
     dense: float = 0.0
+    whole: int = 0
+    kept: int = 0
 
 
 class Reducer:
@@ -267,8 +270,16 @@ class Reducer:
                 bucket.dense = None
         found = [squared_norms(MODULES, part.values()).tolist() for part in (residual, error, dense)]
         unit = self.unit**2  # residuals are kept without it
+        sizes = {m: [b for b in self.packed if b.module == m and m in self.wires] for m in MODULES}
         self.coding = {
-            m: Coding(self._seconds[m], found[0][i], found[1][i] / unit, found[2][i] / unit)
+            m: Coding(
+                self._seconds[m],
+                found[0][i],
+                found[1][i] / unit,
+                found[2][i] / unit,
+                sum(b.flat.numel() * b.flat.element_size() for b in sizes[m]),
+                sum(b.kept.bytes for b in sizes[m]),
+            )
             for i, m in enumerate(MODULES)
         }
         self._seconds = dict.fromkeys(MODULES, 0.0)

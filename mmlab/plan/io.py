@@ -16,7 +16,6 @@ from pydantic import ValidationError
 from mmlab.errors import PlanError
 from mmlab.plan import schema
 from mmlab.plan.keys import flatten, get, known_keys, live_keys, nearest, sections
-from mmlab.plan.rules import find_problems
 from mmlab.plan.tables import html_table, text_table
 
 P = TypeVar("P", bound=schema.Plan)
@@ -161,18 +160,13 @@ def with_changes(plan: P, changes: Iterable[str | Mapping[str, Any]]) -> P:
 
 
 def set_live(plan: P, values: Mapping[str, Any]) -> P:
-    """A copy of the plan with live fields changed. PlanError on keys that a run cannot change, and on values with which
-    the plan has a problem that it had not before (naming it and its fix)."""
+    """A copy of the plan with live fields changed. PlanError on keys that a run cannot change."""
     for name, _ in flatten(values):
         if name not in known_keys():
             raise PlanError(f"unknown key {name}; the nearest known one is {nearest(name)}")
         if not known_keys()[name].live:
             raise PlanError(f"{name} cannot change during a run; these can: {', '.join(live_keys())}")
-    changed, before = with_changes(plan, [values]), find_problems(plan)
-    new = [problem for problem in find_problems(changed) if problem not in before]
-    if new:
-        raise PlanError("\n  ".join([*(str(problem) for problem in new)]))
-    return changed
+    return with_changes(plan, [values])
 
 
 @dataclass(frozen=True)

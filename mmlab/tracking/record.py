@@ -19,6 +19,8 @@ from mmlab.messages.events import ENDED, Event, planned_steps, read_events
 from mmlab.messages.failures import Failure, read_failures
 from mmlab.messages.files import RunPaths, process_alive, read_json
 from mmlab.messages.runs import runs_root
+from mmlab.tracking.compression import CompressionTable
+from mmlab.tracking.ledger import Ledger
 from mmlab.tracking.traffic import TrafficTable
 
 if TYPE_CHECKING:
@@ -61,17 +63,6 @@ class RunRecord:
             self._plan = Plan.load(self.paths.plan)
         return self._plan
 
-    @property
-    def current_plan(self) -> Plan:
-        """The plan with what was set during the run, and restored with a checkpoint, so far."""
-        values: dict[str, Any] = {}
-        for event in self.events():
-            if event["kind"] == "restore":
-                values |= event.get("values", {})
-            elif event["kind"] == "command" and event.get("ok") and event["verb"] == "set":
-                values |= event["args"].get("values", {})
-        return self.plan.with_(values)
-
     def events(self) -> list[Event]:
         """All events so far, oldest first."""
         new, self._offset = read_events(self.paths.events, self._offset)
@@ -108,6 +99,27 @@ class RunRecord:
     def traffic(self) -> TrafficTable:
         """What the ranks said to each other in the last steps: groups, bytes, time under way and waited for."""
         return TrafficTable(self.plan.layout(), self.metrics())
+
+    def ledger(self) -> Ledger:
+        """Which samples each step consumed, and whether none was lost and none came twice. MmlabError before the first
+        step."""
+        return Ledger(self)
+
+    def compression(self) -> CompressionTable:
+        """What the last steps' gradients were coded with, what that saved, cost and lost."""
+        return CompressionTable(self.metrics())
+
+    def live_plan(self) -> Plan:
+        """The run's plan with what commands and restores have made of its live fields."""
+        from mmlab.plan import set_live
+
+        values: dict[str, Any] = {}
+        for event in self.events():
+            if event["kind"] == "restore":
+                values |= event["values"]
+            elif event["kind"] == "command" and event["verb"] == "set" and event["ok"]:
+                values |= event["args"]["values"]
+        return set_live(self.plan, values) if values else self.plan
 
     def last_step(self) -> Event | None:
         """The newest step event, of any lineage; None before the first step."""

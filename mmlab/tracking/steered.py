@@ -8,6 +8,7 @@ from typing import Any
 from mmlab.errors import MmlabError
 from mmlab.messages import new_command, send
 from mmlab.plan import set_live
+from mmlab.plan.compression import checked, live_values
 from mmlab.plan.keys import flatten
 from mmlab.tracking.record import ENDED, RunRecord
 from mmlab.tracking.sent import Sent
@@ -51,12 +52,35 @@ class Steered:
     def set(self, key: str | Mapping[str, Any], value: Any = None) -> Sent:
         """Change fields of the plan while the run goes on: a dotted key and its value, or a dict of them.
 
-        PlanError on a key that cannot change during a run (lists those that can), a value that it does not admit, or
-        one with which the plan could not run (says what to do about it).
+        PlanError on a key that cannot change during a run (lists those that can), or a value that it does not admit.
         """
         values = dict(flatten({key: value} if isinstance(key, str) else key))
-        set_live(self._record.current_plan, values)
+        checked(self._record.live_plan(), values)
         return self._send("set", values=values)
+
+    def compress(self, group: str, compressor: str, /, **options: Any) -> Sent:
+        """Change how gradients of a group are compressed while the run goes on: sugar for `set` of its live fields.
+
+        `group` vision, language, or all for both; `compressor` none, bf16, fp16, int8, topk, powersgd or onebit.
+        Options not given stay as they are. For topk `ratio` (share of the values that is sent); for powersgd `rank`,
+        `warm_start`, `min_compression_rate`; for int8, topk, powersgd and onebit `error_feedback` (whether what was
+        left out is added to the next step's gradients); for all `residual` ("flush", "keep", "drop": what becomes of
+        what was left out so far) and `warmup_steps` (steps at the start of the run without compression). PlanError on
+        what does not exist, what a compressor does not have, values out of bounds, and what the plan does not admit.
+        """
+        values = live_values(group, compressor, options)
+        plan = self._record.live_plan()
+        for key, value in values.items():  # one at a time: one sentence about the first that is wrong
+            set_live(plan, {key: value})
+        return self.set(values)
+
+    def measure_compression(self) -> Sent:
+        """Reduce the next step's gradients also without compression, to see how far off the compressed ones are.
+
+        `compression()` then shows the relative error. `communication.measure_every` does it again and again. Refused
+        where no gradients are compressed.
+        """
+        return self._send("measure")
 
     def checkpoint(self, name: str = "") -> Sent:
         """Save at the next step boundary; kept until it is deleted by hand."""

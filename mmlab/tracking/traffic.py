@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from html import escape
 from typing import Any
 
 from mmlab.messages import AXES
 from mmlab.plan.layout import Layout
 from mmlab.plan.schema import MODULES
+from mmlab.tracking.tables import Table, milliseconds, size
 
 PURPOSE = {
     "tp": "tensor parallel: partial results of the layers",
@@ -43,8 +43,11 @@ class AxisTraffic:
     """How long of it the rank waited."""
 
 
-class TrafficTable:
+class TrafficTable(Table):
     """The communication of a run by axis; shows as a table. `rows` hold the numbers."""
+
+    header = ("axis", "what for", "ranks", "a step", "under way", "waited")
+    nothing = "nothing was counted: no step has ended yet, or tracking.telemetry is off"
 
     def __init__(self, layout: Layout, steps: Iterable[Mapping[str, Any]]) -> None:
         counted = [step for step in steps if "traffic" in step][-WINDOW:]
@@ -71,51 +74,14 @@ class TrafficTable:
                 row.axis,
                 PURPOSE[row.axis],
                 _groups(row.groups),
-                _size(sum(row.bytes)),
-                _time(row.seconds),
-                _time(row.exposed),
+                size(sum(row.bytes)),
+                milliseconds(row.seconds),
+                milliseconds(row.exposed),
             )
             for row in self.rows
         ]
-
-    def __str__(self) -> str:
-        if not self.rows:
-            return "nothing was counted: no step has ended yet, or tracking.telemetry is off"
-        table = [HEADER, *self.cells]
-        widths = [max(len(row[i]) for row in table) for i in range(len(HEADER))]
-        lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in table]
-        return "\n".join(line.rstrip() for line in lines)
-
-    def __repr__(self) -> str:
-        return str(self)
-
-    def html(self) -> str:
-        """The table as HTML; a sentence where nothing was counted."""
-        if not self.rows:
-            return f"<p>{escape(str(self))}</p>"
-        head = "".join(f"<th>{escape(name)}</th>" for name in HEADER)
-        body = "".join("<tr>" + "".join(f"<td>{escape(c)}</td>" for c in row) + "</tr>" for row in self.cells)
-        return f'<table class="traffic"><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>'
-
-    def _repr_mimebundle_(self, **_: Any) -> dict[str, str]:
-        return {"text/plain": str(self), "text/html": self.html()}
-
-
-HEADER = ("axis", "what for", "ranks", "a step", "under way", "waited")
-"""Columns of the table."""
 
 
 def _groups(groups: list[list[int]]) -> str:
     shown = " ".join("{" + ",".join(map(str, group)) + "}" for group in groups[:4])
     return shown + (f" and {len(groups) - 4} more" if len(groups) > 4 else "")
-
-
-def _size(count: float) -> str:
-    for unit, size in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if count >= size:
-            return f"{count / size:.3g} {unit}"
-    return f"{count:.0f} B"
-
-
-def _time(seconds: float | None) -> str:
-    return "" if seconds is None else f"{seconds * 1000:.2f} ms"

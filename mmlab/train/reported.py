@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field
 
 from torch import Tensor
 
@@ -12,7 +12,7 @@ from mmlab.messages import AXES, PHASES
 from mmlab.parallel.gradients import Reducer
 from mmlab.plan.schema import MODULES
 
-_SIZES = (len(PHASES), len(AXES), len(MODULES), len(MODULES), 4 * len(MODULES))
+_SIZES = (len(PHASES), len(AXES), len(MODULES), len(MODULES), 6 * len(MODULES))
 COLUMNS = sum(_SIZES)
 """Numbers in a rank's row."""
 
@@ -21,7 +21,7 @@ def row(phases: list[float], traffic: list[float], reducer: Reducer) -> list[flo
     """One rank's row: seconds of each phase, bytes of each axis, and what its reducer knows of each module."""
     overlap, coding = [reducer.overlap[m] for m in MODULES], [reducer.coding[m] for m in MODULES]
     times = [o.seconds for o in overlap] + [o.exposed for o in overlap]
-    return [*phases, *traffic, *times, *(v for c in coding for v in (c.seconds, c.residual, c.error, c.dense))]
+    return [*phases, *traffic, *times, *(float(value) for c in coding for value in astuple(c))]
 
 
 @dataclass(frozen=True)
@@ -30,12 +30,15 @@ class Coded:
 
     `seconds` spent coding, on the rank where it was longest; `residual` the norm of what all ranks together have left
     out so far; `error` the relative error ||reduced - dense|| / ||dense|| of the reduced gradient, None in a step that
-    did not measure it.
+    did not measure it; `dense` bytes that its ranks would hand over without compression, `kept` bytes that they keep
+    between steps.
     """
 
     seconds: float
     residual: float
     error: float | None
+    dense: int
+    kept: int
 
 
 @dataclass(frozen=True)
@@ -69,13 +72,13 @@ class Reported:
 
 
 def _coded(rows: Tensor, compressing: Collection[str]) -> dict[str, Coded]:
-    """Compression of each module that has to do with it, from the ranks' [world, 4 x modules]."""
-    longest, sums = rows.amax(0).view(-1, 4)[:, 0].tolist(), rows.sum(0).view(-1, 4).tolist()
+    """Compression of each module that has to do with it, from the ranks' [world, 6 x modules]."""
+    longest, sums = rows.amax(0).view(-1, 6)[:, 0].tolist(), rows.sum(0).view(-1, 6).tolist()
     found = {}
-    for module, seconds, (_, residual, error, dense) in zip(MODULES, longest, sums, strict=True):
+    for module, seconds, (_, residual, error, dense, whole, kept) in zip(MODULES, longest, sums, strict=True):
         if residual or (module in compressing and seconds):
             relative = math.sqrt(error / dense) if dense else None
-            found[module] = Coded(seconds, math.sqrt(residual), relative)
+            found[module] = Coded(seconds, math.sqrt(residual), relative, int(whole), int(kept))
     return found
 
 

@@ -16,9 +16,10 @@ from mmlab.messages import PHASES, Ack, Command, EventLog, RunPaths, planned_ste
 from mmlab.parallel.mesh import Mesh
 from mmlab.parallel.watch import Watch
 from mmlab.plan import Plan, live_keys, set_live
+from mmlab.plan.compression import OPTIONS, checked
 from mmlab.plan.keys import flatten, get
 from mmlab.train import checkpoint
-from mmlab.train.build import Built
+from mmlab.train.build import Built, communication
 from mmlab.train.control import Aborted, Boundary, Channel, Listener
 from mmlab.train.evaluate import Evaluator
 from mmlab.train.feed import Feed
@@ -56,6 +57,7 @@ class Session:
     def __init__(self, plan: Plan, paths: RunPaths, mesh: Mesh, built: Built, watch: Watch, listener: Listener) -> None:
         self.plan, self.paths, self.mesh, self.built, self.watch = plan, paths, mesh, built, watch
         self.log = EventLog(paths.events) if mesh.place.rank == 0 else None
+        self.ledger = EventLog(paths.ledger) if mesh.place.rank == 0 else None
         self.listener = listener
         self.channel = Channel(mesh)
         self.boundary = Boundary(self.channel, listener, self.emit)
@@ -70,7 +72,8 @@ class Session:
         self._saved: tuple[str, int] | None = None
         self._verbs: dict[str, Callable[[dict[str, Any]], str]] = {
             "pause": self._pause, "resume": self._resume, "step": self._step_n, "set": self._set,
-            "checkpoint": self._checkpoint, "restore": self._restore, "stop": self._stop, "abort": self._abort,
+            "measure": self._measure, "checkpoint": self._checkpoint, "restore": self._restore,
+            "stop": self._stop, "abort": self._abort,
         }  # fmt: skip
 
     def emit(self, kind: str, **fields: Any) -> None:
@@ -85,11 +88,18 @@ class Session:
             self.log.lineage = self.lineage
         self.emit("lineage", step=parent_step, id=self.lineage, parent=parent, parent_step=parent_step)
 
+    def _stand(self, cursors: Cursors, step: int) -> None:
+        """Stand after a step with the data where it was then; the lineage's first line of the ledger says so."""
+        self.feed.reset(cursors, step)
+        if self.ledger is not None:
+            self.ledger.lineage = self.lineage
+            self.ledger.emit("data", step=step, cursors=cursors.to_json(), **self.source.identity())
+
     def start(self, restore: str | None) -> None:
         """From the beginning, or from a checkpoint's name ("latest" for the newest); all ranks together."""
         if restore is None:
             self.begin_lineage("", 0)
-            self.feed.reset(self.feed.cursors, 0)
+            self._stand(self.feed.cursors, 0)
         else:
             self._load({"name": "" if restore == "latest" else restore})
             steps = self.plan.train.steps  # the length of the run is not the checkpoint's, but what was last asked for
@@ -112,6 +122,8 @@ class Session:
         self.feed.agree(result.next_bad)
         self.watch.end_step()
         self.steering.step, self.steering.loss = number, result.loss
+        if self.ledger is not None:  # before the step's event: what is known to be done is in the ledger
+            self.ledger.emit("step", step=number, samples=batch.manifest.places())
         if result.overflow:
             fields = {"modules": result.overflow, "loss_scale": self.runner.scale.value}
             self.emit("overflow", step=number, **fields)
@@ -149,8 +161,10 @@ class Session:
 
     def _coding(self, module: str, coded: Coded) -> dict[str, Any]:
         """A module's compression in the step's event: what did it, what it cost, what it lost."""
-        fields = {"compressor": self.built.reducer.settings[module].compressor, "seconds": round(coded.seconds, 5),
-                  "residual": _finite(coded.residual)}  # fmt: skip
+        settings = self.built.reducer.settings[module]
+        options = {name: getattr(settings, name) for name in OPTIONS[settings.compressor]}
+        fields = {"compressor": settings.compressor, "options": options, "seconds": round(coded.seconds, 5),
+                  "residual": _finite(coded.residual), "dense": coded.dense, "kept": coded.kept}  # fmt: skip
         return fields if coded.error is None else fields | {"error": _finite(coded.error)}
 
     @staticmethod
@@ -224,9 +238,20 @@ class Session:
         if not isinstance(values, dict) or not values:
             raise PlanError('set takes values by dotted key, such as {"train.language.lr": 1e-4}')
         args["values"] = values = dict(flatten(values))  # who reads the log looks for dotted keys
-        self.plan = set_live(self.plan, values)
+        self.plan = checked(self.plan, values)
         self.runner.configure(self.plan, self.steering.step + 1)
         return ", ".join(f"{key} = {get(self.plan, key)}" for key in values)
+
+    def _measure(self, args: dict[str, Any]) -> str:
+        """The next step is also reduced without compression."""
+        number, groups = self.steering.step + 1, self.mesh.layout.groups
+        if number > self.plan.train.steps:
+            raise PlanError("the run has done its last step")
+        reduced = {m: s.at(number) for m, s in communication(self.plan).items() if any(len(g) > 1 for g in groups(m))}
+        if all(settings.compressor == "none" for settings in reduced.values()):
+            raise PlanError(f"no gradients are compressed in step {number}, so there is nothing to measure")
+        self.runner.measure_next = True
+        return f"step {number} is also reduced without compression"
 
     def _stop(self, args: dict[str, Any]) -> str:
         self.steering.stopped = True
@@ -298,7 +323,7 @@ class Session:
         self.steering.step, self.steering.loss = manifest["step"], manifest["loss"]
         self.runner.configure(self.plan, self.steering.step + 1, restored=True)
         self.begin_lineage(manifest["lineage"], manifest["step"])
-        self.feed.reset(Cursors.from_json(manifest["cursors"]), manifest["step"])
+        self._stand(Cursors.from_json(manifest["cursors"]), manifest["step"])
         self.emit("restore", step=manifest["step"], name=name, from_step=manifest["step"], values=values)
         return f"restored {name} (step {manifest['step']})"
 
@@ -310,11 +335,11 @@ class Session:
             group = key.rpartition(".")[0] if key.startswith("communication.") else key
             groups.setdefault(group, {})[key] = value
         try:
-            self.plan = set_live(self.plan, values)
+            self.plan = checked(self.plan, values)
         except PlanError:
             for group, part in groups.items():
                 try:
-                    self.plan = set_live(self.plan, part)
+                    self.plan = checked(self.plan, part)
                 except PlanError as error:
                     message = f"{group} of checkpoint {name} is not taken over: {error}"
                     self.emit("warning", step=self.steering.step, message=message)
@@ -359,5 +384,6 @@ class Session:
         self.runner.close()
         self.feed.close()
         self.evaluator.close()
-        if self.log is not None:
-            self.log.close()
+        for log in (self.log, self.ledger):
+            if log is not None:
+                log.close()

@@ -125,6 +125,8 @@ class HybridStep:
     def __init__(self, plan: Plan, mesh: Mesh, built: Built, watch: Watch) -> None:
         self.plan, self.mesh, self.built, self.watch = plan, mesh, built, watch
         self.scale = LossScale(plan)
+        self.measure_next = False
+        """Whether the next step is also reduced without compression, beside those that the plan says."""
         self._groups = {axis: mesh.layout.groups(axis) for axis in AXES}
         self.encoder: Encoder | None = None
         self.stage: Stage | None = None
@@ -207,7 +209,8 @@ class HybridStep:
         self.configure(plan, step)
         every = plan.communication.measure_every
         self.built.reducer.unit = self.scale.value
-        self.built.reducer.measure = every > 0 and step % every == 0
+        self.built.reducer.measure = self.measure_next or (every > 0 and step % every == 0)
+        self.measure_next = False
         state: dict[str, StepResult] = {}
 
         def norm(_: Op) -> None:

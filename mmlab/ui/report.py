@@ -13,7 +13,6 @@ from typing import Any
 from mmlab.errors import MmlabError
 from mmlab.messages import ENDED, Event, write_atomic
 from mmlab.plan.schedule import measured_svg
-from mmlab.tracking import traffic
 from mmlab.ui import svg
 from mmlab.ui.feed import Feed
 from mmlab.ui.picture import BLUE, ORANGE, PALE
@@ -49,6 +48,7 @@ def render(feed: Feed) -> str:
         _pictures(feed),
         _phases(feed),
         _traffic(feed),
+        _compression(feed),
         _schedule(feed),
         _section("Placement of ranks", f'<div class="wide">{feed.plan.layout().svg()}</div>'),
         _commands(feed),
@@ -195,7 +195,18 @@ def _traffic(feed: Feed) -> str:
         f"Mean of the last {table.steps} steps, all ranks together. Under way: how long gradients were being reduced, "
         "on the slowest rank; waited: how much of it backward did not hide."
     )
-    return _section("Communication", _table(traffic.HEADER, table.cells), note)
+    return _section("Communication", _table(table.header, table.cells), note)
+
+
+def _compression(feed: Feed) -> str:
+    table = feed.record.compression()
+    if all(row.compressor == "none" for row in table.rows):
+        return ""
+    note = (
+        "Mean of the last steps with the compressor in force, all ranks together. Left out so far: what error feedback "
+        "sends later; relative error: of the reduced gradient against one reduced without compression, where measured."
+    )
+    return _section("Compressed gradients", _table(table.header, table.cells), f"{note} {table.below.capitalize()}.")
 
 
 def _schedule(feed: Feed) -> str:

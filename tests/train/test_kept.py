@@ -3,8 +3,10 @@
 import kept_functions
 import pytest
 import torch
-from live import make_plan
+from live import LiveRun, make_plan
 from torch.distributed.checkpoint import FileSystemReader
+
+from mmlab.messages import new_command, send
 
 SIDES = ("vision", "language")
 TWO = ("parallel.vision=first_stage", "parallel.vision_dp=0", "parallel.pp=1", "parallel.dp=2")
@@ -56,7 +58,7 @@ def restored(pool, plan, tmp_path, *changes):
     return held[0]
 
 
-@pytest.mark.parametrize(("vision", "language"), [("int8", "topk"), ("onebit", "powersgd")])
+@pytest.mark.parametrize(("vision", "language"), [("int8", "topk")])
 def test_restore_goes_on_bit_for_bit(pool, shards, tmp_path, vision, language):
     held = restored(pool, make_plan(shards, *TWO, compressed(vision, language)), tmp_path)
     assert all(any(residual.any() for *_, residual, _, _ in rank) for rank in held)
@@ -74,7 +76,7 @@ CHANGES = {
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CHANGES)
 def test_restore_goes_on_bit_for_bit_from_a_live_change(pool, shards, tmp_path, name):
-    plan = make_plan(shards, *TWO, compressed("powersgd", "onebit"))
+    plan = make_plan(shards, *TWO, compressed("topk", "onebit"))
     held = restored(pool, plan, tmp_path, CHANGES[name])
     assert all(bool(rank) == (name != "forgotten") for rank in held)
 
@@ -91,7 +93,7 @@ LAYOUTS = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("language", ["topk", "powersgd"])
+@pytest.mark.parametrize("language", ["topk"])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_restore_goes_on_bit_for_bit_in_layouts(pool, shards, tmp_path, layout, language):
     changes = {"parallel.pp": 1, "data.global_batch": 8, **compressed("onebit", language)}
@@ -143,7 +145,7 @@ def test_what_nobody_keeps_is_not_in_the_file_and_is_forgotten(pool, shards, tmp
     follow(pool, dense, ("train", 1), ("save", tmp_path / "dense"))
     stored = FileSystemReader(tmp_path / "dense").read_metadata().state_dict_metadata
     assert not [key for key in stored if key.startswith("communication")]
-    plan = make_plan(shards, *TWO, compressed("topk", "powersgd"))
+    plan = make_plan(shards, *TWO, compressed("topk", "int8"))
     losses, (before, after) = follow(
         pool, plan, ("train", 2), ("held",), ("load", tmp_path / "dense"), ("held",), ("train", 2),
         ("load", tmp_path / "dense"), ("train", 2),
@@ -160,3 +162,28 @@ def test_one_rank_adds_what_several_left_out(pool, shards, tmp_path):
     _, (before, after) = follow(pool, alone, ("load", tmp_path / "here"), ("held",), ("train", 1), ("held",))
     assert before[0]
     assert not after[0]
+
+
+@pytest.mark.slow
+def test_a_live_run_restored_after_a_change_repeats_itself(pool, shards, tmp_path):
+    saved = {"checkpoint.every_steps": 4, "train.steps": 9}
+    plan = make_plan(shards, *TWO, compressed("topk", "int8"), saved)
+    folder = tmp_path / "run"
+    (folder / "control").mkdir(parents=True)
+    send(folder / "control", new_command("step", {"n": 4}))
+    run = LiveRun(pool, plan, folder)
+    run.wait_for(lambda: run.events("state") and run.events("state")[-1]["state"] == "paused")
+    assert run.do("set", values=compressed("none", "topk", residual="keep")).ok
+    assert run.do("checkpoint", name="kept").ok
+    run.do("resume")
+    run.join()
+    before = run.losses()
+    again = LiveRun(pool, plan, folder, generation=2, restore="kept")
+    again.join()
+    lineage = again.events("lineage")[-1]["id"]
+    steps = {e["step"]: e for e in again.events("step") if e["lineage"] == lineage}
+    assert {n: e["loss"] for n, e in steps.items()} == {n: loss for n, loss in before.items() if n > 4}
+    assert {m: c["compressor"] for m, c in steps[9]["compression"].items()} == {
+        "vision": "none", "projector": "none", "language": "topk",
+    }  # fmt: skip
+    assert all(c["residual"] > 0 for c in steps[9]["compression"].values())

@@ -38,20 +38,26 @@ def handed_over(codec: Codec, count: int, ranks: int, rank: int) -> int:
     return sum(slot(codec, length) for r, length in enumerate(lengths) if r != rank) + slot(codec, share)
 
 
-def _coded(codec: Codec, x: Tensor, payload: Tensor, lost: Tensor | None) -> None:
-    """Encode x; `lost` [as x] becomes what the payload lacks. What is not finite never enters it."""
-    if not x.numel():
-        return
-    codec.encode(x, payload[: codec.size(x.numel())])
-    if lost is not None:
-        codec.decode(payload[: codec.size(x.numel())], lost)
-        torch.sub(x, lost, out=lost).nan_to_num_(0.0, 0.0, 0.0)
+def _encode(codec: Codec, x: Tensor, payload: Tensor) -> None:
+    if x.numel():
+        codec.encode(x, payload[: codec.size(x.numel())])
+
+
+def _decode(codec: Codec, payload: Tensor, out: Tensor) -> None:
+    if out.numel():
+        codec.decode(payload[: codec.size(out.numel())], out)
+
+
+def _subtract(x: Tensor, decoded: Tensor, out: Tensor) -> None:
+    """What a payload lacks of x. What is not finite never enters it."""
+    torch.sub(x, decoded, out=out).nan_to_num_(0.0, 0.0, 0.0)
 
 
 def scatter_coded(chunks: list[Tensor], codec: Codec, wire: Wire, lost: list[Tensor] | None) -> Iterator[dist.Work]:
     """The first round: this rank's chunk becomes the sum of everybody's. `chunks[r]` is what rank r sums.
 
-    What this rank sends is coded, its own part of its own chunk is not. `lost[r]` becomes what coding has lost.
+    What this rank sends is coded, its own part of its own chunk is not. `lost[r]` becomes what coding has lost of chunk
+    r, for all r but this rank's; it is found while the payloads travel.
     """
     me = wire.rank
     others = [r for r in range(wire.ranks) if r != me]
@@ -59,21 +65,38 @@ def scatter_coded(chunks: list[Tensor], codec: Codec, wire: Wire, lost: list[Ten
     own = slot(codec, chunks[me].numel())
     sent = chunks[me].new_empty(sum(sizes), dtype=torch.uint8)
     received = sent.new_empty(own * len(others))
-    for r, payload in enumerate(sent.split(sizes)):
-        if r != me:
-            _coded(codec, chunks[r], payload, lost[r] if lost else None)
-    yield wire.all_to_all(received, [own if r != me else 0 for r in range(wire.ranks)], sent, sizes)
-    if not own:
-        return
-    parts = dict(zip(others, received.split(own), strict=True))
-    total, part = torch.zeros_like(chunks[me]), torch.empty_like(chunks[me])
-    for r in range(wire.ranks):
-        if r == me:
-            total.add_(chunks[me])
-        else:
-            codec.decode(parts[r][: codec.size(part.numel())], part)
-            total.add_(part)
-    chunks[me].copy_(total)
+    payloads = sent.split(sizes)
+    for r in others:
+        _encode(codec, chunks[r], payloads[r])
+    work = wire.all_to_all(received, [own if r != me else 0 for r in range(wire.ranks)], sent, sizes)
+    if lost is not None:
+        for r in others:
+            _decode(codec, payloads[r], lost[r])
+            _subtract(chunks[r], lost[r], lost[r])
+    yield work
+    part = torch.empty_like(chunks[me])
+    for payload in received.split(own) if own else ():
+        _decode(codec, payload, part)
+        chunks[me].add_(part)
+
+
+def gather_coded(chunks: list[Tensor], codec: Codec, wire: Wire, lost: Tensor | None) -> Iterator[dist.Work]:
+    """The second round: every chunk becomes, on all ranks, what its owner's payload decodes to. `lost` [as this rank's
+    chunk] becomes what coding that has lost."""
+    own, longest = chunks[wire.rank], slot(codec, chunks[0].numel())
+    payload = torch.zeros(longest, dtype=torch.uint8, device=own.device)
+    _encode(codec, own, payload)
+    gathered = payload.new_empty(longest * wire.ranks)
+    work = wire.all_gather(gathered, payload)
+    if lost is not None:
+        lost.copy_(own)
+    _decode(codec, payload, own)
+    if lost is not None:
+        _subtract(lost, own, lost)
+    yield work
+    for r, coded in enumerate(gathered.split(longest)):
+        if r != wire.rank:
+            _decode(codec, coded, chunks[r])
 
 
 def reduce_coded(flat: Tensor, kept: Kept | None, codec: Codec, wire: Wire, unit: float) -> Iterator[dist.Work]:
@@ -90,13 +113,6 @@ def reduce_coded(flat: Tensor, kept: Kept | None, codec: Codec, wire: Wire, unit
     chunks = cut(flat, wire.ranks, codec.align)
     losses = None if lost is None else cut(lost, wire.ranks, codec.align)
     yield from scatter_coded(chunks, codec, wire, losses)
-    longest = slot(codec, chunks[0].numel())
-    payload = torch.zeros(longest, dtype=torch.uint8, device=flat.device)
-    _coded(codec, chunks[wire.rank], payload, losses[wire.rank] if losses else None)
-    gathered = payload.new_empty(longest * wire.ranks)
-    yield wire.all_gather(gathered, payload)
-    for chunk, coded in zip(chunks, gathered.split(longest), strict=True):
-        if chunk.numel():
-            codec.decode(coded[: codec.size(chunk.numel())], chunk)
+    yield from gather_coded(chunks, codec, wire, losses[wire.rank] if losses else None)
     if lost is not None and unit != 1.0:
         lost.mul_(1.0 / unit)

@@ -8,7 +8,7 @@ from typing import Protocol
 
 import torch.distributed as dist
 
-from mmlab.parallel.compression.codecs import Codec
+from mmlab.parallel.compression.codecs import Bf16, Codec, Fp16, Int8, OneBit, TopK
 from mmlab.parallel.compression.exchange import reduce_coded
 from mmlab.parallel.compression.feedback import Packed
 from mmlab.parallel.compression.wire import Wire
@@ -53,7 +53,15 @@ class CodedSum:
         yield from reduce_coded(packed.flat, packed.kept if self.feedback else None, self.codec, wire, unit)
 
 
-CODECS: Mapping[str, Callable[[GroupCommunication], Codec]] = MappingProxyType({})
+CODECS: Mapping[str, Callable[[GroupCommunication], Codec]] = MappingProxyType(
+    {
+        "bf16": lambda _: Bf16(),
+        "fp16": lambda _: Fp16(),
+        "int8": lambda _: Int8(),
+        "topk": lambda settings: TopK(settings.ratio),
+        "onebit": lambda _: OneBit(),
+    }
+)
 """Codecs by the plan's names."""
 
 

@@ -9,8 +9,8 @@ from mmlab.plan.problems import Fix, Problem
 from mmlab.plan.schema import Plan
 
 AVAILABLE: tuple[tuple[str, tuple[object, ...]], ...] = (
-    ("communication.vision.compressor", ("none",)),
-    ("communication.language.compressor", ("none",)),
+    ("communication.vision.compressor", ("none", "bf16", "fp16", "int8", "topk", "onebit")),
+    ("communication.language.compressor", ("none", "bf16", "fp16", "int8", "topk", "onebit")),
 )
 """Fields of which this version has only some values, the value nearest to what was asked for first."""
 

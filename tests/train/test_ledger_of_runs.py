@@ -1,0 +1,69 @@
+"""The ledger of live runs: samples by name, over restores, and the same for every number of replicas and workers."""
+
+import json
+
+import pytest
+from live import LiveRun, make_plan
+
+from mmlab.cli import run_command
+from mmlab.data.shards import scan_shard
+from mmlab.errors import MmlabError
+from mmlab.messages.runs import create_run
+from mmlab.tracking import RunRecord
+
+
+def finished(pool, plan, root):
+    paths = create_run(root, plan.name, plan.dumps(), plan.world_size, plan.train.steps)
+    run = LiveRun(pool, plan, paths.root)
+    return run, RunRecord(paths.root)
+
+
+def test_a_restore_takes_steps_back_and_no_sample_is_lost(pool, shards, tmp_path, capfd):
+    plan = make_plan(shards, "train.steps=9", "data.global_batch=12")  # 80 samples: the epoch ends in step 7
+    run, record = finished(pool, plan, tmp_path)
+    run.do("pause")
+    run.do("step", n=3)
+    run.wait_step(3)
+    run.do("checkpoint", name="three")
+    run.do("step", n=3)
+    run.wait_step(6)
+    run.do("restore", name="three")
+    run.do("resume")
+    run.join()
+    ledger = record.ledger()
+    assert ledger.ok, ledger.problems
+    assert sorted(ledger.steps) == list(range(1, 10))
+    assert [(first, last) for _, first, last in ledger.taken_back][-1][1] == 6
+    assert [(epoch.used, epoch.size) for epoch in ledger.epochs] == [(80, 80), (28, 80)]
+    shard, index, _ = ledger.steps[2][0]
+    path = sorted(shards.glob("*.tar"))[shard]
+    assert ledger.samples(2)[0] == f"{path.name}/{scan_shard(path)[index].key}"
+    with pytest.raises(MmlabError, match="step 10 is not in the ledger; there are: 1 to 9"):
+        ledger.samples(10)
+
+    results = tmp_path / "ledger.json"
+    assert run_command(["ledger", str(record.paths.root), "--steps", "2:3", "--json", str(results)]) == 0
+    shown = capfd.readouterr().out
+    assert shown.startswith(f"step 2: {ledger.samples(2)[0]} ")
+    assert "none lost, none twice" in shown
+    assert json.loads(results.read_text())["samples"]["3"] == ledger.samples(3)
+    assert run_command(["ledger", str(record.paths.root), "--steps", "x"]) == 1
+
+    text = record.paths.ledger.read_text().splitlines(keepends=True)
+    record.paths.ledger.write_text("".join(line for line in text if '"step":8' not in line))
+    assert run_command(["ledger", str(record.paths.root)]) == 2
+    assert "step 8 is not in the ledger" in capfd.readouterr().err
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("workers", [0, 1, 3])
+@pytest.mark.parametrize("dp", [1, 2, 4])
+def test_order_depends_neither_on_replicas_nor_on_workers(pool, shards, tmp_path, dp, workers):
+    plan = make_plan(
+        shards, f"parallel.dp={dp}", "parallel.pp=1", f"data.workers={workers}", "train.steps=4", "data.global_batch=24"
+    )
+    run, record = finished(pool, plan, tmp_path)
+    run.join()
+    ledger = record.ledger()
+    assert ledger.ok, ledger.problems
+    assert ledger.used == 96  # the order itself is compared with the plan's, which knows neither
