@@ -210,20 +210,19 @@ def _loadable(plan: Plan, state: Mapping[str, Tensor], folder: Path) -> _Loadabl
             name, step = key.removeprefix("optimizer.").rpartition(".")[0], manifest["step"]
             problem = f"has no second moment of {name}, which onebit_adam needs after its freeze"
             fix = f"Raise train.freeze_step above {step}, or train with adamw."
-            return {}, {}, f"checkpoint {folder.name} {problem}. {fix}"
+            return _Loadable({}, {}, {}, f"checkpoint {folder.name} {problem}. {fix}")
         if entry is None and (key.startswith("optimizer.") or key.endswith((LORA_A, LORA_B))):
             continue
         size = getattr(entry, "size", None)
         if size is None or tuple(size) != tuple(tensor.shape):
-            there = f"{tuple(size)}" if size is not None else "absent"
+            found = f"{tuple(size)}" if size is not None else "absent"
             name = key.removeprefix("model.")
-            problem = f"{name} is {there} in it and {tuple(tensor.shape)} in the plan"
+            problem = f"{name} is {found} in it and {tuple(tensor.shape)} in the plan"
             return _Loadable({}, {}, {}, f"checkpoint {folder.name} is of another model: {problem}.")
         wanted[key] = tensor
     lost = lost_adapters(plan, saved)
-    tensors = {
-        k: (tuple(v.size), v.properties.dtype) for k, v in stored.items() if isinstance(v, TensorStorageMetadata)
-    }
+    there = {key: entry for key, entry in stored.items() if isinstance(entry, TensorStorageMetadata)}
+    tensors = {key: (tuple(entry.size), entry.properties.dtype) for key, entry in there.items()}
     return _Loadable(wanted, manifest, tensors, f"checkpoint {folder.name} {lost}" if lost else "")
 
 

@@ -4,7 +4,7 @@ import torch
 from sharding_functions import Rank
 from torch.distributed.tensor import DTensor
 
-from mmlab.data.manifest import Cursors
+from mmlab.data.order import Position
 from mmlab.parallel.buckets import split_over_tp
 from mmlab.plan import set_live
 from mmlab.train import checkpoint
@@ -43,7 +43,7 @@ class Kept(Rank):
         self.step = manifest["step"]
         self.runner.scale.load(manifest["loss_scale"])
         self.runner.configure(self.plan, self.step + 1, restored=True)
-        self.feed.reset(Cursors.from_json(manifest["cursors"]), self.step)
+        self.feed.reset(Position.from_json(manifest["cursors"]), self.step)
 
     def held(self):
         """(name, where this rank's part begins, its residual, whether it counts, factor) of all that is kept."""

@@ -58,7 +58,7 @@ def restored(pool, plan, tmp_path, *changes):
     return held[0]
 
 
-@pytest.mark.parametrize(("vision", "language"), [("int8", "topk")])
+@pytest.mark.parametrize(("vision", "language"), [("int8", "topk"), ("onebit", "powersgd")])
 def test_restore_goes_on_bit_for_bit(pool, shards, tmp_path, vision, language):
     held = restored(pool, make_plan(shards, *TWO, compressed(vision, language)), tmp_path)
     assert all(any(residual.any() for *_, residual, _, _ in rank) for rank in held)
@@ -76,7 +76,7 @@ CHANGES = {
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CHANGES)
 def test_restore_goes_on_bit_for_bit_from_a_live_change(pool, shards, tmp_path, name):
-    plan = make_plan(shards, *TWO, compressed("topk", "onebit"))
+    plan = make_plan(shards, *TWO, compressed("powersgd", "onebit"))
     held = restored(pool, plan, tmp_path, CHANGES[name])
     assert all(bool(rank) == (name != "forgotten") for rank in held)
 
@@ -93,7 +93,7 @@ LAYOUTS = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("language", ["topk"])
+@pytest.mark.parametrize("language", ["topk", "powersgd"])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_restore_goes_on_bit_for_bit_in_layouts(pool, shards, tmp_path, layout, language):
     changes = {"parallel.pp": 1, "data.global_batch": 8, **compressed("onebit", language)}
@@ -145,7 +145,7 @@ def test_what_nobody_keeps_is_not_in_the_file_and_is_forgotten(pool, shards, tmp
     follow(pool, dense, ("train", 1), ("save", tmp_path / "dense"))
     stored = FileSystemReader(tmp_path / "dense").read_metadata().state_dict_metadata
     assert not [key for key in stored if key.startswith("communication")]
-    plan = make_plan(shards, *TWO, compressed("topk", "int8"))
+    plan = make_plan(shards, *TWO, compressed("topk", "powersgd"))
     losses, (before, after) = follow(
         pool, plan, ("train", 2), ("held",), ("load", tmp_path / "dense"), ("held",), ("train", 2),
         ("load", tmp_path / "dense"), ("train", 2),
