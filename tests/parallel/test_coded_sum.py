@@ -92,7 +92,7 @@ def test_bytes_by_hand():
     assert handed_over(int8, 700, 2, rank=1) == first + first
     assert handed_over(int8, 3, 4, rank=0) == 8  # the sum of its chunk; nobody else has one
     assert handed_over(int8, 3, 4, rank=3) == 8 + 8
-    assert handed_over(codec_of("onebit"), 1 << 20, 2, rank=0) == (1 << 20) // 8 + 4 * (1 << 20) // 1024
+    assert handed_over(codec_of("onebit"), 1 << 20, 2, rank=0) == (1 << 20) // 8 + 4 * (1 << 20) // 256
     assert slot(codec_of("topk"), 0) == 0
 
 
