@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch.distributed as dist
 from torch import Tensor
 
+from mmlab.parallel.shm import ShmGroup
 from mmlab.parallel.traffic import Traffic
 
 
@@ -19,6 +20,12 @@ class Wire:
     def uncounted(self) -> Wire:
         """The same group without a count, for what is not training (measuring)."""
         return Wire(self.group)
+
+    @property
+    def ordered(self) -> bool:
+        """Whether an all-reduce adds in the order of the ranks. gloo's ring begins elsewhere in each chunk, which two
+        ranks do not notice: a + b is b + a."""
+        return self.ranks < 3 or isinstance(self.group, ShmGroup)
 
     def _count(self, tensor: Tensor) -> None:
         if self.traffic is not None:

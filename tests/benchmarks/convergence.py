@@ -1,0 +1,140 @@
+"""Loss after equal steps with each compressor against dense gradients, on the emoji task.
+
+The quickstart plan as plain data parallelism over two ranks (`first_stage`, dp 2), so that every gradient of all three
+modules goes through the reduction: the same weights, samples and learning rates for all sides. A side's loss is the
+mean of the last tenth of its steps; nothing here depends on the clock.
+
+    python tests/benchmarks/convergence.py [PLAN] [key=value ...] [--steps 150] [--seeds 2] [--sides NAME ...]
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from bench_report import keep, machine, parser
+
+TIMEOUT = 1800
+"""Seconds that one training may take."""
+BASE = (
+    "parallel.vision=first_stage",
+    "parallel.vision_dp=0",
+    "parallel.dp=2",
+    "parallel.tp=1",
+    "parallel.pp=1",
+)
+"""Overrides of every side: plain data parallelism."""
+
+
+def compressed(*settings: str) -> tuple[str, ...]:
+    """The settings for both groups."""
+    return tuple(f"communication.{group}.{setting}" for group in ("vision", "language") for setting in settings)
+
+
+SIDES = {
+    "none": (),
+    "fp16": compressed("compressor=fp16"),
+    "bf16": compressed("compressor=bf16"),
+    "int8": compressed("compressor=int8"),
+    "powersgd rank 4": compressed("compressor=powersgd", "rank=4"),
+    "onebit": compressed("compressor=onebit"),
+    "topk 1 %": compressed("compressor=topk", "ratio=0.01"),
+    "topk 1 %, no error feedback": compressed("compressor=topk", "ratio=0.01", "error_feedback=false"),
+}
+"""Overrides of each side; the first is what the others are compared with."""
+
+
+def train(rank: int, world: int, host: str, port: int, plan_text: str) -> dict[str, Any]:
+    """A rank of one training: "losses" of all steps, "bytes" that all ranks hand to reductions in the last one."""
+    import torch
+    import torch.distributed as dist
+
+    from mmlab.data.pipeline import DataSource
+    from mmlab.parallel.mesh import build_mesh, close_mesh
+    from mmlab.parallel.watch import Watch
+    from mmlab.plan import Plan
+    from mmlab.plan.schema import MODULES
+    from mmlab.train.build import build
+    from mmlab.train.feed import Feed
+    from mmlab.train.step import HybridStep, Ride
+
+    plan = Plan.loads(plan_text)
+    mesh = build_mesh(plan, plan.layout(), rank, dist.TCPStore(host, port, is_master=False), torch.device("cpu"))
+    feed = Feed(plan, mesh, DataSource(plan))
+    runner = HybridStep(plan, mesh, build(plan, mesh), Watch())
+    losses = []
+    try:
+        feed.reset(feed.cursors, 0)
+        for step in range(1, plan.train.steps + 1):
+            ride = Ride(next_bad=feed.next_bad, next_size=plan.data.global_batch)
+            result = runner.train(plan, step, feed.batch(), ride)
+            feed.agree(result.next_bad)
+            losses.append(result.loss)
+    finally:
+        runner.close()
+        feed.close()
+        close_mesh(mesh)
+    traffic = result.reported.traffic
+    return {"losses": losses, "bytes": sum(sum(traffic.get(module, [])) for module in MODULES)}
+
+
+def last_tenth(losses: list[float]) -> float:
+    """The mean of the last tenth of the steps."""
+    last = losses[-max(1, len(losses) // 10) :]
+    return sum(last) / len(last)
+
+
+def measure(plan, sides: dict[str, tuple[str, ...]], seeds: int) -> list[dict[str, Any]]:
+    """One row a side: the losses of each seed, their means of the last tenth, each against the first side's, bytes."""
+    from mmlab.cluster.pool import RankPool
+
+    plans = {name: plan.with_(*overrides) for name, overrides in sides.items()}
+    for made in plans.values():
+        made.check().raise_if_any()
+    rows: list[dict[str, Any]] = []
+    with RankPool(plan.world_size) as pool:
+        for name, made in plans.items():
+            found = []
+            for seed in range(seeds):
+                seeded = made.with_(f"train.seed={seed}", f"data.seed={seed}")
+                found.append(pool.run("convergence:train", seeded.dumps(), timeout=TIMEOUT)[0])
+            final = [last_tenth(result["losses"]) for result in found]
+            first = rows[0]["final"] if rows else final
+            rows.append(
+                {
+                    "side": name,
+                    "final": final,
+                    "against_first": [mine / other for mine, other in zip(final, first, strict=True)],
+                    "bytes": found[0]["bytes"],
+                    "losses": [result["losses"] for result in found],
+                }
+            )
+            print(line(rows[-1], rows[0]), flush=True)
+    return rows
+
+
+def line(row: dict[str, Any], first: dict[str, Any]) -> str:
+    """A row as printed."""
+    finals = "  ".join(
+        f"{loss:.4f} ({share:5.3f})" for loss, share in zip(row["final"], row["against_first"], strict=True)
+    )
+    return f"{row['side']:30} {finals}   {row['bytes'] / 1e6:8.3f} MB  {first['bytes'] / row['bytes']:6.1f} x fewer"
+
+
+def main() -> None:
+    """Measure and print."""
+    found = parser(__doc__)
+    found.add_argument("plan", nargs="?", default="quickstart", help="a plan's TOML file or a preset's name")
+    found.add_argument("changes", nargs="*", help="overrides of every side, such as train.clip_norm=0")
+    found.add_argument("--steps", type=int, default=150, help="steps of each training")
+    found.add_argument("--seeds", type=int, default=2, help="trainings of each side, of weights and order")
+    found.add_argument("--sides", nargs="+", choices=list(SIDES), help="the sides to train; the first is the baseline")
+    arguments = found.parse_args()
+    from mmlab.plan import Plan
+
+    plan = Plan.load(arguments.plan).with_(*BASE, f"train.steps={arguments.steps}", *arguments.changes)
+    print(f"{plan.name}, dp 2, {arguments.steps} steps; loss of the last tenth (against the first side)  [{machine()}]")
+    keep(measure(plan, {name: SIDES[name] for name in arguments.sides or SIDES}, arguments.seeds), arguments.json)
+
+
+if __name__ == "__main__":
+    main()
