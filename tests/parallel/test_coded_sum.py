@@ -28,12 +28,10 @@ def plainly(name, gradients):
         mine = slice(owner * share, min(count, (owner + 1) * share))
         if mine.start >= count:
             continue
-        summed = gradients[owner][mine].clone()
+        parts = [x[mine] if rank == owner else through(x[mine]) for rank, x in enumerate(gradients)]
         for rank, x in enumerate(gradients):
-            if rank != owner:
-                sent = through(x[mine])
-                lost[rank][mine] = x[mine] - sent
-                summed += sent
+            lost[rank][mine] = x[mine] - parts[rank]
+        summed = sum(parts[1:], parts[0])
         total[mine] = through(summed)
         lost[owner][mine] = summed - total[mine]
     return total, lost

@@ -257,5 +257,5 @@ def largest(magnitudes: Tensor, k: int) -> Tensor:
         threshold = sample.topk(wanted, sorted=False).values.min()
         candidates = torch.lt(magnitudes, threshold).logical_not_().nonzero().squeeze(1)  # NaN is not less
         if candidates.numel() >= k:
-            return candidates[magnitudes[candidates].topk(k, sorted=False).indices]
+            return candidates[magnitudes.index_select(0, candidates).topk(k, sorted=False).indices]
     return magnitudes.topk(k, sorted=False).indices
