@@ -76,8 +76,7 @@ class Split:
 
 @dataclass(frozen=True)
 class Cursors:
-    """Where the data stands: the resume state. `positions`: samples taken from each lane in this epoch;
-    `lane`: whose turn it is."""
+    """Where one source stands. `positions`: samples taken from each lane in this epoch; `lane`: whose turn it is."""
 
     epoch: int
     positions: tuple[int, ...]

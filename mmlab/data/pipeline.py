@@ -24,11 +24,11 @@ from mmlab.data.format import (
     start_pieces,
 )
 from mmlab.data.index import Progress, open_indexes
-from mmlab.data.lanes import Lanes
-from mmlab.data.manifest import Cursors, ManifestSample, Split, StepManifest
+from mmlab.data.manifest import ManifestSample, Split, StepManifest
+from mmlab.data.order import Order, Position
 from mmlab.data.packed import IGNORE, PackedText, TextSequence, pack
 from mmlab.data.shards import ShardFiles
-from mmlab.data.sources import find_shards, find_tokenizer
+from mmlab.data.sources import find_sources, find_tokenizer
 from mmlab.data.tokenizer import TextTokenizer
 from mmlab.errors import DataError
 from mmlab.plan.schema import Plan
@@ -44,7 +44,8 @@ class DataSource:
         self, plan: Plan, *, split: Literal["train", "held_out"] = "train", progress: Progress | None = None
     ) -> None:
         self.split = Split.of(plan)
-        self.shards = find_shards(plan, split, progress)
+        sources = find_sources(plan, split, progress)
+        self.shards = [shard for source in sources for shard in source]
         self.tokenizer = TextTokenizer(find_tokenizer(plan, self.shards))
         self.image_size = plan.model.vision.image_size
         self.tokens_per_tile = plan.model.vision.tokens_per_tile
@@ -53,7 +54,9 @@ class DataSource:
         self._check_vocabulary(plan)
         self.indexes = open_indexes(self.shards, self.tokenizer, progress)
         self._check_length()
-        self.lanes = Lanes([len(index) for index in self.indexes], plan.data.lanes, plan.data.seed)
+        mixed = (plan.data.weights, plan.data.shuffle_window) if split == "train" else ()
+        sizes, counts = [len(index) for index in self.indexes], [len(source) for source in sources]
+        self.order = Order(sizes, plan.data.lanes, plan.data.seed, counts, *mixed)
         self.files = ShardFiles(self.shards)
         self.bad_reasons: OrderedDict[str, str] = OrderedDict()
         """Why the pictures of a sample (by key) could not be decoded; the latest 1,000."""
@@ -92,38 +95,53 @@ class DataSource:
 
     def __len__(self) -> int:
         """Samples of one epoch."""
-        return sum(self.lanes.sizes)
+        return sum(len(index) for index in self.indexes)
 
     def identity(self) -> dict[str, Any]:
-        """What the order of samples depends on, as JSON values: shards (paths), sizes (their samples), lanes, seed."""
-        shards = [str(path) for path in self.shards]
-        return {"shards": shards, "sizes": list(self.lanes.sizes), "lanes": self.lanes.lanes, "seed": self.lanes.seed}
+        """What the order of samples depends on, as JSON values: shards (paths) and what `Order.identity` says."""
+        return {"shards": [str(path) for path in self.shards]} | self.order.identity()
 
     # -- what a step consumes: no pixel and no text is read here
 
-    def start(self) -> Cursors:
-        """The cursors before step 1."""
-        return self.lanes.start()
+    def start(self) -> Position:
+        """The position before step 1."""
+        return self.order.start()
 
-    def manifest(self, step: int, cursors: Cursors, split: Split | None = None) -> tuple[StepManifest, Cursors]:
-        """What step `step` consumes from `cursors` on, and the cursors after it. Pure; alike on every rank.
+    def manifest(self, step: int, position: Position, split: Split | None = None) -> tuple[StepManifest, Position]:
+        """What step `step` consumes from `position` on, and the position after it. Pure; alike on every rank.
 
         `split` divides the global batch (default: the plan's); it changes neither samples nor order. DataError when
-        the cursors are of another number of lanes.
+        the position is of other lanes, sources or window.
         """
-        if len(cursors.positions) != self.lanes.lanes:
-            raise DataError(
-                f"data.lanes = {self.lanes.lanes}: the saved cursors are of {len(cursors.positions)} lanes. "
-                f"Set data.lanes={len(cursors.positions)} to go on from there."
-            )
-        items, after = self.lanes.take(cursors, self.global_batch)
+        self._check_position(position)
+        items, after = self.order.take(position, self.global_batch)
         samples = []
         for item in items:
             index = self.indexes[item.shard]
             length, targets, tiles = measure(index.segments_of(item.index), self.tokens_per_tile, self.seq_len)
-            key = f"{self.shards[item.shard].name}/{index.keys[item.index]}"
+            shard = self.shards[item.shard]
+            key = f"{shard if len(self.order.sources) > 1 else shard.name}/{index.keys[item.index]}"
             samples.append(ManifestSample(key, item.shard, item.index, item.epoch, item.lane, length, targets, tiles))
         return StepManifest(step, tuple(samples), split or self.split), after
+
+    def _check_position(self, position: Position) -> None:
+        """DataError when a saved position is none of this order."""
+        saved, lanes = len(position.sources[0].positions), self.order.lanes
+        if saved != lanes:
+            raise DataError(
+                f"data.lanes = {lanes}: the saved position is of {saved} lanes. Set data.lanes={saved} to go on from "
+                "there."
+            )
+        if len(position.sources) != len(self.order.sources):
+            raise DataError(
+                f"data.sources: the saved position is of {len(position.sources)} sources, not of "
+                f"{len(self.order.sources)}. Name the same sources in the same order to go on from there."
+            )
+        if position.offset >= max(1, self.order.window):
+            raise DataError(
+                f"data.shuffle_window = {self.order.window}: the saved position is {position.offset} samples into a "
+                "larger window. Set the window it was saved with to go on from there."
+            )
 
     # -- text
 

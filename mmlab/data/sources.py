@@ -21,7 +21,7 @@ _TEXT_FOR_TOKENIZER = 20_000_000
 
 
 def _folder(path: str, progress: Progress | None) -> Path | None:
-    """The folder that data.path names: a built-in set's (made on first use) or an existing one.
+    """The folder that a source names: a built-in set's (made on first use) or an existing one.
 
     A built-in name always means the built-in set, wherever the run starts; "./emoji" is a folder of that name.
     """
@@ -41,28 +41,41 @@ def _description(folder: Path) -> dict[str, Any] | None:
         raise DataError(f"{folder / DESCRIPTION}: cannot be read ({error}). Make the set again or remove it.") from None
 
 
-def find_shards(plan: Plan, split: Literal["train", "held_out"], progress: Progress | None = None) -> list[Path]:
-    """Shards of a split, in order. DataError naming the field when there are none."""
+def _named(plan: Plan) -> list[tuple[str, str]]:
+    """(field, pattern) of each source that the plan names."""
+    return [("data.sources", path) for path in plan.data.sources] or [("data.path", plan.data.path)]
+
+
+def find_sources(plan: Plan, split: Literal["train", "held_out"], progress: Progress | None = None) -> list[list[Path]]:
+    """Shards of a split, in order, of each source; held-out samples are one source. DataError naming the field when
+    there are none."""
     if split == "held_out" and plan.data.held_out:
-        return expand_shards(plan.data.held_out, "data.held_out")
-    folder = _folder(plan.data.path, progress)
-    description = _description(folder) if folder else None
-    if folder and description:
-        if split not in description["splits"]:
-            raise DataError(f'data.path = "{plan.data.path}": this set has no {split} split. Set data.held_out.')
-        return expand_shards(str(folder / description["splits"][split]))
+        return [expand_shards(plan.data.held_out, "data.held_out")]
+    found = []
+    for field, path in _named(plan):
+        folder = _folder(path, progress)
+        description = _description(folder) if folder else None
+        if folder and description and split in description["splits"]:
+            found.append(expand_shards(str(folder / description["splits"][split]), field))
+        elif split == "train" and not description:
+            found.append(expand_shards(path, field))
+        elif split == "train":
+            raise DataError(f'{field} = "{path}": this set has no train split.')
     if split == "held_out":
-        raise DataError('data.held_out = "": there are no held-out samples. Name shards, or set train.eval_samples=0.')
-    return expand_shards(plan.data.path)
+        if not found:
+            raise DataError(
+                'data.held_out = "": there are no held-out samples. Name shards, or set train.eval_samples=0.'
+            )
+        return [[shard for shards in found for shard in shards]]
+    return found
 
 
 def has_held_out(plan: Plan) -> bool:
     """Whether the plan's data have held-out samples (an evaluation is possible)."""
     if plan.data.held_out:
         return True
-    folder = _folder(plan.data.path, None)
-    description = _description(folder) if folder else None
-    return bool(description and "held_out" in description["splits"])
+    folders = [folder for _, path in _named(plan) if (folder := _folder(path, None))]
+    return any("held_out" in (_description(folder) or {"splits": ()})["splits"] for folder in folders)
 
 
 def find_tokenizer(plan: Plan, shards: Sequence[Path]) -> Path:
@@ -73,7 +86,7 @@ def find_tokenizer(plan: Plan, shards: Sequence[Path]) -> Path:
         if not path.is_file():
             raise DataError(f'data.tokenizer = "{plan.data.tokenizer}": no such file. Name a tokenizer.json.')
         return path
-    training = find_shards(plan, "train")
+    training = [shard for source in find_sources(plan, "train") for shard in source]
     for beside in (training[0], shards[0]):
         if (path := beside.parent / "tokenizer.json").is_file():
             return path

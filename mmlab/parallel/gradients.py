@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -26,6 +26,9 @@ from mmlab.parallel.compression.wire import Wire
 from mmlab.parallel.tensor import TensorGroup
 from mmlab.parallel.traffic import Traffic
 from mmlab.plan.schema import MODULES, GroupCommunication
+
+Share = Callable[[Bucket, int, float], None]
+"""Makes of a bucket's gradients this rank's share of what a group is to sum."""
 
 
 def covered(spans: Iterable[tuple[float, float]]) -> float:
@@ -75,7 +78,8 @@ class Reducer:
         undoable: whether a step may turn out to be left out (fp16), see `undo`.
 
     `grads[name]` is a view of a parameter's gradient, in the parameter's local shape. `unit` is what gradients are
-    multiplied by (the loss scale), `measure` whether the coming step is also reduced without compression.
+    multiplied by (the loss scale), `measure` whether the coming step is also reduced without compression. `share`, if
+    set, makes of a full bucket what is to be summed instead, in place: (bucket, ranks that sum it, unit).
     """
 
     def __init__(
@@ -93,6 +97,7 @@ class Reducer:
         self.sums: dict[str, BucketSum] = {module: DenseSum() for module in MODULES}
         self.coding = {module: Coding() for module in MODULES}
         self.unit, self.measure = 1.0, False
+        self.share: Share | None = None
         self.grads: dict[str, Tensor] = {}
         self.buckets: list[Bucket] = []
         self.partial: list[Bucket] = []
@@ -170,6 +175,8 @@ class Reducer:
 
     def _start(self, bucket: Bucket) -> None:
         wire = self.wires.get(bucket.module)
+        if self.share is not None:
+            self.share(bucket, wire.ranks if wire is not None else 1, self.unit)
         if wire is None:
             return
         compressed = not isinstance(self.sums[bucket.module], DenseSum)

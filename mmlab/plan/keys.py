@@ -20,6 +20,7 @@ _KINDS = {
     str: "text",
     tuple[str, ...]: "a list of names",
 }
+_COUNTS = "a list of whole numbers, each at least 1"
 _BOUNDS = ((Ge, "ge", "at least"), (Gt, "gt", "above"), (Le, "le", "at most"), (Lt, "lt", "below"))
 
 
@@ -45,7 +46,8 @@ class Key:
         if self.choices:
             return "one of " + ", ".join(str(choice) for choice in self.choices)
         if self.kind not in _KINDS:
-            return "a list of whole numbers, each at least 1"
+            (item, *_) = get_args(self.kind)
+            return "a list of positive numbers" if float in get_args(item) else _COUNTS
         return _KINDS[self.kind] + self.bounds
 
 

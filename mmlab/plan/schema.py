@@ -12,7 +12,7 @@ from typing import Literal
 from pydantic import Field
 
 from mmlab.plan.model import LanguageConfig, ProjectorConfig, VisionConfig
-from mmlab.plan.section import LIVE, MODULES, Compressor, Counts, Names, Precision, Section
+from mmlab.plan.section import LIVE, MODULES, Compressor, Counts, Names, Precision, Section, Shares
 
 __all__ = ["LIVE", "MODULES", "LanguageConfig", "Plan", "ProjectorConfig", "Section", "VisionConfig"]
 
@@ -194,6 +194,14 @@ class DataConfig(Section):
     path: str = "emoji"
     """Folder of shards, a brace pattern such as "shards/train-{000000..000009}.tar", or a built-in set
     ("emoji", "shapes"), which is made on first use in the data cache (a folder of that name is "./emoji")."""
+    sources: Names = ()
+    """Several sources to mix, each as data.path would name it; they then take its place."""
+    weights: Shares = ()
+    """Share of the samples that comes from each of data.sources, to any scale; empty means by size. Each source begins
+    anew when it is used up, so a small one with a large share comes more often."""
+    shuffle_window: int = Field(0, ge=0)
+    """Samples of the mixed order that are shuffled among each other; 0 means none. Chunks of neighbouring samples are
+    shuffled in any case, and the order inside of each."""
     held_out: str = ""
     """Shards for evaluation; empty means the built-in set's own held-out split, or none."""
     tokenizer: str = ""
@@ -254,6 +262,12 @@ class TrainConfig(Section):
     """Optimizer steps of the run (also the length of the cosine)."""
     seed: int = Field(0, ge=0)
     """Seed of the initial weights, dimensionless."""
+    optimizer: Literal["adamw", "onebit_adam"] = "adamw"
+    """AdamW, or 1-bit Adam: AdamW up to freeze_step; from then on the second moment stays as it is and what ranks
+    reduce is the first moment instead of gradients, through each group's compressor (onebit is the paper's)."""
+    freeze_step: int = Field(20, ge=1)
+    """With onebit_adam: steps of plain AdamW, reduced without compression, after which the second moment stays: about a
+    fifth of the run, and no fewer than the learning rates' warm-up."""
     clip_norm: float = Field(1.0, ge=0, json_schema_extra=LIVE)
     """Largest global gradient norm, in units of the gradient; 0 means no clipping."""
     activation_checkpointing: bool = False
@@ -270,6 +284,10 @@ class TrainConfig(Section):
     """The projector's optimizer."""
     language: ModuleTrain = ModuleTrain()
     """The decoder's optimizer."""
+
+    def reduces_momentum(self, step: int) -> bool:
+        """Whether a step (1 is the first) reduces first moments rather than gradients: 1-bit Adam after the freeze."""
+        return self.optimizer == "onebit_adam" and step > self.freeze_step
 
 
 class CheckpointConfig(Section):

@@ -16,6 +16,11 @@ Counts = Annotated[
     BeforeValidator(lambda value: tuple(value) if isinstance(value, list) else value),
 ]
 """Whole numbers of at least 1; a list in TOML, a tuple here, so that a plan stays hashable."""
+Shares = Annotated[
+    tuple[Annotated[float, Field(gt=0)], ...],
+    BeforeValidator(lambda value: tuple(map(float, value)) if isinstance(value, list) else value),
+]
+"""Positive numbers; a list in TOML, a tuple here."""
 MODULES = ("vision", "projector", "language")
 """The three trainable parts, in the order data flows through them."""
 

@@ -18,6 +18,7 @@ from mmlab.errors import MmlabError
 from mmlab.messages.events import Event, read_events
 
 if TYPE_CHECKING:
+    from mmlab.data.order import Order
     from mmlab.tracking.record import RunRecord
 
 SHOWN = 3
@@ -28,8 +29,10 @@ Place = tuple[int, int, int]
 
 @dataclass(frozen=True)
 class Epoch:
-    """What the run has consumed of one pass over the data."""
+    """What the run has consumed of one pass over one source."""
 
+    source: int
+    """Which of the plan's sources, from 0."""
     number: int
     used: int
     """Samples consumed."""
@@ -89,9 +92,14 @@ class Ledger:
         self.taken_back = [(lineage, min(numbers), max(numbers)) for lineage, numbers in back.items()]
 
     def _count(self) -> list[Epoch]:
-        sizes = self._data[self.lineage]["sizes"] if self.lineage in self._data else []
-        used = Counter(epoch for samples in self.steps.values() for _, _, epoch in samples)
-        return [Epoch(epoch, used[epoch], sum(sizes)) for epoch in sorted(used)]
+        if self.lineage not in self._data:
+            return []
+        order = _order(self._data[self.lineage])
+        used: Counter[tuple[int, int]] = Counter()
+        for shard, _, epoch in (place for samples in self.steps.values() for place in samples):
+            used[order.source_of(shard), epoch] += 1
+        sizes = [sum(source.sizes) for source in order.sources]
+        return [Epoch(source, epoch, used[source, epoch], sizes[source]) for source, epoch in sorted(used)]
 
     def _prove(self, lineages: list[Event]) -> None:
         """Compare what was consumed with the order that the data, the lanes and the seed give."""
@@ -154,9 +162,10 @@ class Ledger:
             return ["no step has been done"]
         first, last = min(self.steps), max(self.steps)
         told = [f"steps {first} to {last}: {self.used} samples"]
+        several = len({epoch.source for epoch in self.epochs}) > 1
         for epoch in self.epochs:
             whole = "all" if epoch.used == epoch.size else f"{epoch.used} of {epoch.size}"
-            told.append(f"epoch {epoch.number}: {whole} samples")
+            told.append(f"{f'source {epoch.source}, ' * several}epoch {epoch.number}: {whole} samples")
         for lineage, start, end in self.taken_back:
             told.append(f"steps {start} to {end} of lineage {lineage} were taken back by a restore")
         return told + (self.problems or ["none lost, none twice: the order is the plan's"])
@@ -184,14 +193,19 @@ class Ledger:
 
 def _order_of(line: Event) -> list[Any]:
     """What the order of samples depends on, from a ledger's data line."""
-    return [[Path(shard).name for shard in line["shards"]], line["sizes"], line["lanes"], line["seed"]]
+    return [[Path(shard).name for shard in line["shards"]], _order(line).identity()]
+
+
+def _order(line: Event) -> Order:
+    """The order of samples, from a ledger's data line."""
+    from mmlab.data.order import Order
+
+    return Order.of(line)
 
 
 def _in_order(line: Event, count: int) -> list[Place]:
     """The first `count` samples from the cursors of a data line on."""
-    from mmlab.data.lanes import Lanes
-    from mmlab.data.manifest import Cursors
+    from mmlab.data.order import Position
 
-    lanes = Lanes(line["sizes"], line["lanes"], line["seed"])
-    items, _ = lanes.take(Cursors.from_json(line["cursors"]), count)
+    items, _ = _order(line).take(Position.from_json(line["cursors"]), count)
     return [(item.shard, item.index, item.epoch) for item in items]

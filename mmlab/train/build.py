@@ -20,6 +20,7 @@ from mmlab.plan.layout import Layout, Place
 from mmlab.plan.schedule import Op, build_schedule
 from mmlab.plan.schema import MODULES, GroupCommunication, Plan
 from mmlab.train.deepspeed_build import ZeroModel
+from mmlab.train.onebit import OnebitAdam
 from mmlab.train.optim import Optimizer
 from mmlab.train.precision import master_dtype
 
@@ -90,14 +91,27 @@ def _deferred(plan: Plan, part: PartModel) -> WeightQueue | None:
 
 
 def communication(plan: Plan) -> dict[str, GroupCommunication]:
-    """How each module's gradients are reduced; the projector goes with the side that computes it."""
-    sides = plan.communication
-    return {m: sides.vision if beside_encoder(plan, m) else sides.language for m in MODULES}
+    """How each module's gradients are reduced; the projector goes with the side that computes it.
+
+    1-bit Adam compresses first moments alone: until it reduces those, there is no compression.
+    """
+    dense = plan.train.freeze_step if plan.train.optimizer == "onebit_adam" else 0
+    vision, language = (
+        side.model_copy(update={"warmup_steps": max(side.warmup_steps, dense)})
+        for side in (plan.communication.vision, plan.communication.language)
+    )
+    return {m: vision if beside_encoder(plan, m) else language for m in MODULES}
 
 
 def _bucket_bytes(plan: Plan) -> dict[str, float]:
     """Largest bucket of each module."""
     return {m: 1e6 * settings.bucket_mb for m, settings in communication(plan).items()}
+
+
+def _optimizer(plan: Plan, mesh: Mesh, trained: list[Trained]) -> Optimizer:
+    if plan.train.optimizer == "adamw":
+        return Optimizer(plan, trained, mesh.shards)
+    return OnebitAdam(plan, trained, {t.name for t in trained if is_tied_copy(plan, mesh.place, t.name)})
 
 
 def build(plan: Plan, mesh: Mesh) -> Built:
@@ -111,7 +125,7 @@ def build(plan: Plan, mesh: Mesh) -> Built:
     trained = _trained(plan, mesh, part, sharded)
     undoable = plan.precision.scales_loss
     reducer = Reducer(trained, mesh.reductions, _bucket_bytes(plan), mesh.tp, mesh.traffic, undoable)
-    optimizer = Optimizer(plan, trained, mesh.shards)
+    optimizer = _optimizer(plan, mesh, trained)
     return Built(part, trained, reducer, optimizer, build_schedule(plan).ops[mesh.place.rank], sharded, weights)
 
 

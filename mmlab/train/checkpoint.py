@@ -194,6 +194,11 @@ def _loadable(plan: Plan, state: Mapping[str, Tensor], folder: Path) -> tuple[di
     wanted: dict[str, Tensor] = {}
     for key, tensor in state.items():
         entry = stored.get(key)
+        if entry is None and key.startswith("optimizer.") and plan.train.reduces_momentum(manifest["step"] + 1):
+            name, step = key.removeprefix("optimizer.").rpartition(".")[0], manifest["step"]
+            problem = f"has no second moment of {name}, which onebit_adam needs after its freeze"
+            fix = f"Raise train.freeze_step above {step}, or train with adamw."
+            return {}, {}, f"checkpoint {folder.name} {problem}. {fix}"
         if entry is None and (key.startswith("optimizer.") or key.endswith((LORA_A, LORA_B))):
             continue
         size = getattr(entry, "size", None)

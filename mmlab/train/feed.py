@@ -8,7 +8,8 @@ from collections import deque
 import torch
 import torch.distributed as dist
 
-from mmlab.data.manifest import Cursors, StepManifest
+from mmlab.data.manifest import StepManifest
+from mmlab.data.order import Position
 from mmlab.data.packed import PackedText
 from mmlab.data.pipeline import DataSource
 from mmlab.data.prefetch import Prefetcher
@@ -28,7 +29,7 @@ class Coming:
     Asked by the thread that trains and by the one that encodes ahead.
     """
 
-    def __init__(self, manifest: StepManifest, after: Cursors, prefetcher: Prefetcher | None) -> None:
+    def __init__(self, manifest: StepManifest, after: Position, prefetcher: Prefetcher | None) -> None:
         self.manifest, self.after = manifest, after
         self._prefetcher = prefetcher
         self._lock = threading.Lock()
@@ -80,7 +81,7 @@ class Feed:
         self._coming: deque[Coming] = deque()
         self._current: tuple[Coming, frozenset[int]] | None = None
 
-    def reset(self, cursors: Cursors, step: int) -> None:
+    def reset(self, cursors: Position, step: int) -> None:
         """Stand after step `step`; the next batch is that of `step + 1`. All ranks together."""
         self.cursors = cursors
         self._coming.clear()
@@ -89,7 +90,7 @@ class Feed:
         self._look_ahead(cursors, step)
         self.agree(self._reduce_bad(self.next_bad()))
 
-    def _look_ahead(self, cursors: Cursors, step: int) -> None:
+    def _look_ahead(self, cursors: Position, step: int) -> None:
         """Make the manifests after a step that are wanted by now, and start to decode their images."""
         while len(self._coming) <= self.ahead:
             if self._coming:

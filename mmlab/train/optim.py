@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from mmlab.parallel.buckets import Trained
+from mmlab.parallel.gradients import Share
 from mmlab.parallel.sharding import RowGather, ShardGroup
 from mmlab.plan.schema import MODULES, ModuleTrain, Plan
 
@@ -105,6 +106,10 @@ class Optimizer:
         for gather in self.gathers:
             gather()
         return rates
+
+    def sharing(self, plan: Plan, step: int) -> Share | None:
+        """What the reducer is to make of gradients before it sums them; nothing: gradients are what is summed."""
+        return None
 
     def state(self, t: Trained) -> dict[str, Tensor]:
         """The optimizer's tensors of one parameter: step (scalar), exp_avg and exp_avg_sq.

@@ -1,7 +1,7 @@
 """The reference: the same plan, seed and data on one process, without any parallel code.
 
 Deliberately simple: the whole batch in one pack, torch's own AdamW (not fused)
-and clipping. What a layout computes must agree with this.
+and clipping, 1-bit Adam as its formula. What a layout computes must agree with this.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ from mmlab.train.precision import LossScale, master_dtype
 
 @dataclass
 class StepRecord:
-    """What one step gave: loss, gradients before clipping and weights after the update, by global name."""
+    """What one step gave: loss, gradients before clipping (after 1-bit Adam's freeze: first moments) and weights after
+    the update, all by global name."""
 
     loss: float
     grads: dict[str, Tensor] = field(default_factory=dict)
@@ -48,6 +49,22 @@ def _gradients(trainable: list[tuple[str, torch.nn.Parameter]], scale: float) ->
             param.grad = torch.zeros_like(param)
         grads[name] = param.grad.div_(scale)
     return grads
+
+
+def _frozen_update(optimizer: torch.optim.AdamW, step: int) -> dict[str, Tensor]:
+    """1-bit Adam after its freeze, on one rank: the second moment and its count stay. Returns the first moments."""
+    momenta = {}
+    with torch.no_grad():
+        for group in optimizer.param_groups:
+            (param,), (beta1, beta2) = group["params"], group["betas"]
+            state = optimizer.state[param]
+            state["exp_avg"] = beta1 * state["exp_avg"] + (1 - beta1) * param.grad
+            second = state["exp_avg_sq"] / (1 - beta2 ** int(state["step"]))
+            first = state["exp_avg"] / (1 - beta1**step)
+            direction = torch.where(second > 0, first / (second.sqrt() + group["eps"]), 0.0)
+            param -= group["lr"] * (direction + group["weight_decay"] * param)
+            momenta[group["name"]] = state["exp_avg"]
+    return momenta
 
 
 def run_plain(plan: Plan, steps: int) -> list[StepRecord]:
@@ -77,7 +94,10 @@ def run_plain(plan: Plan, steps: int) -> list[StepRecord]:
         rates = learning_rates(plan, step)
         for group in optimizer.param_groups:
             group["lr"] = rates[group["name"].split(".", 1)[0]]
-        optimizer.step()
+        if plan.train.optimizer == "onebit_adam" and step > plan.train.freeze_step:
+            record.grads = _frozen_update(optimizer, step)
+        else:
+            optimizer.step()
         record.params = {name: param.detach().clone() for name, param in model.named_parameters()}
         records.append(record)
     source.close()

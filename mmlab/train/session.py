@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from mmlab.data.manifest import Cursors
+from mmlab.data.order import Position
 from mmlab.data.pipeline import DataSource
 from mmlab.errors import CheckpointError, MmlabError, PlanError, RunFailed
 from mmlab.messages import PHASES, Ack, Command, EventLog, RunPaths, planned_steps, read_events
@@ -88,7 +88,7 @@ class Session:
             self.log.lineage = self.lineage
         self.emit("lineage", step=parent_step, id=self.lineage, parent=parent, parent_step=parent_step)
 
-    def _stand(self, cursors: Cursors, step: int) -> None:
+    def _stand(self, cursors: Position, step: int) -> None:
         """Stand after a step with the data where it was then; the lineage's first line of the ledger says so."""
         self.feed.reset(cursors, step)
         if self.ledger is not None:
@@ -151,6 +151,7 @@ class Session:
             data_wait=self.watch_phase(result, "data"),
             lr=result.lr, grad_norm={m: _finite(norm) for m, norm in result.grad_norm.items()},
             grad_norm_total=_finite(result.grad_norm_total),
+            **({"reduced": "momentum"} if self.plan.train.reduces_momentum(self.steering.step) else {}),
             **({"loss_scale": result.loss_scale} if self.runner.scale.active else {}),
             **({"phases": [[round(s, 5) for s in row] for row in told.phases]} if told.phases else {}),
             **({"traffic": told.traffic} if told.traffic else {}),
@@ -324,7 +325,7 @@ class Session:
         self.steering.step, self.steering.loss = manifest["step"], manifest["loss"]
         self.runner.configure(self.plan, self.steering.step + 1, restored=True)
         self.begin_lineage(manifest["lineage"], manifest["step"])
-        self._stand(Cursors.from_json(manifest["cursors"]), manifest["step"])
+        self._stand(Position.from_json(manifest["cursors"]), manifest["step"])
         self.emit("restore", step=manifest["step"], name=name, from_step=manifest["step"], values=values)
         return f"restored {name} (step {manifest['step']})"
 

@@ -13,6 +13,7 @@ from data_helpers import conversation_json, numbered_shards, picture, small_plan
 
 from mmlab.data.format import Turn, build, conversation_pieces, measure, to_segments
 from mmlab.data.manifest import Cursors, Split
+from mmlab.data.order import Position
 from mmlab.data.packed import IGNORE, pack
 from mmlab.data.pipeline import DataSource
 from mmlab.data.prefetch import Prefetcher
@@ -298,7 +299,7 @@ def test_missing_tokenizer_and_held_out_name_their_field(tmp_path):
 
 def test_cursors_of_other_lanes_are_refused(mixed):
     with pytest.raises(DataError, match=r"data\.lanes = 3: .* Set data\.lanes=2"):
-        mixed.manifest(1, Cursors(0, (0, 0)))
+        mixed.manifest(1, Position((Cursors(0, (0, 0)),), (0,)))
 
 
 def test_resume_from_cursors_gives_the_same_steps(tmp_path):
@@ -310,7 +311,7 @@ def test_resume_from_cursors_gives_the_same_steps(tmp_path):
         seen.append(manifest)
         if step == 2:
             saved = json.dumps(cursors.to_json())
-    again, cursors = DataSource(plan), Cursors.from_json(json.loads(saved))
+    again, cursors = DataSource(plan), Position.from_json(json.loads(saved))
     for manifest in seen[2:]:
         resumed, cursors = again.manifest(manifest.step, cursors)
         assert resumed == manifest

@@ -55,6 +55,27 @@ def test_a_restore_takes_steps_back_and_no_sample_is_lost(pool, shards, tmp_path
     assert "step 8 is not in the ledger" in capfd.readouterr().err
 
 
+def test_a_mixture_resumes_inside_a_window(pool, shards, text_shards, tmp_path):
+    sources = {"data.sources": [str(shards), str(text_shards)], "data.weights": [3, 1], "data.shuffle_window": 20}
+    plan = make_plan(shards, sources, "train.steps=5", "data.global_batch=12")  # three windows
+    run, record = finished(pool, plan, tmp_path)
+    run.do("pause")
+    run.do("step", n=2)
+    run.wait_step(2)
+    run.do("checkpoint", name="two")  # 24 samples: four into the second window
+    run.do("step", n=2)
+    run.wait_step(4)
+    first = run.losses()
+    run.do("restore", name="two")
+    run.do("resume")
+    run.join()
+    assert {step: run.losses()[step] for step in (3, 4)} == {step: first[step] for step in (3, 4)}
+    ledger = record.ledger()
+    assert ledger.ok, ledger.problems
+    used = [sum(epoch.used for epoch in ledger.epochs if epoch.source == source) for source in (0, 1)]
+    assert used == [45, 15]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("workers", [0, 1, 3])
 @pytest.mark.parametrize("dp", [1, 2, 4])

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from mmlab.plan.problems import Problem
 from mmlab.plan.rules import (
-    availability,
     cluster,
     deepspeed,
     encoder,
@@ -15,6 +14,7 @@ from mmlab.plan.rules import (
     layout,
     lora,
     model,
+    onebit,
     pipeline,
     sequence,
     sharding,
@@ -26,7 +26,6 @@ from mmlab.plan.schema import Plan
 __all__ = ["RULES", "check_platform", "find_problems"]
 
 RULES: tuple[Rule, ...] = (
-    availability.available,
     general.name,
     layout.vision_group,
     layout.vision_batch,
@@ -50,12 +49,16 @@ RULES: tuple[Rule, ...] = (
     sequence.image_scope,
     general.something_trains,
     general.lanes,
+    general.mixture,
     cluster.shared_memory,
     lora.lora_targets,
     lora.lora_rank,
     lora.lora_frozen,
     sharding.something_is_shared,
     sharding.several_holders,
+    onebit.clipping,
+    onebit.whole_moments,
+    onebit.freeze,
     deepspeed.layout,
     deepspeed.sharding,
     deepspeed.precision,

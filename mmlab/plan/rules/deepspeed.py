@@ -20,6 +20,7 @@ NEEDED: tuple[tuple[str, object, str], ...] = (
     ("parallel.schedule", "1f1b", "each microbatch goes forward and backward before the next"),
     ("sharding.language", "layer", "DeepSpeed gathers module by module"),
     ("parallel.encoder_batch", 1, "images are encoded with the text of their microbatch"),
+    ("train.optimizer", "adamw", "DeepSpeed 0.19.8 has no 1-bit Adam (it refuses the name)"),
     ("communication.vision.compressor", "none", "DeepSpeed reduces gradients itself"),
     ("communication.language.compressor", "none", "DeepSpeed reduces gradients itself"),
 )

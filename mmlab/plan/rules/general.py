@@ -53,6 +53,14 @@ def something_trains(plan: Plan) -> Iterator[Problem]:
         yield Problem("train.projector.frozen", "everything is frozen: nothing would be trained.", fix)
 
 
+def mixture(plan: Plan) -> Iterator[Problem]:
+    """Each source has a share, or none has."""
+    d = plan.data
+    if d.weights and len(d.weights) != len(d.sources):
+        message = f"{len(d.weights)} weights for {len(d.sources)} sources."
+        yield Problem("data.weights", message, Fix("mix by size", ("data.weights=[]",)))
+
+
 def lanes(plan: Plan) -> Iterator[Problem]:
     """A cursor a lane travels in every manifest and checkpoint."""
     if plan.data.lanes > MAX_LANES:
