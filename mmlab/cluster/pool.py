@@ -16,7 +16,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from multiprocessing import Pipe
 from multiprocessing.connection import wait
 from pathlib import Path
@@ -47,19 +48,39 @@ class RankTimeout(RankError):
     """A call did not end in time; `tracebacks` holds the stacks of all ranks."""
 
 
+@dataclass(frozen=True)
+class Host:
+    """Where a rank runs: in a network namespace ("": this process's own), with its address and interface there."""
+
+    namespace: str = ""
+    address: str = "127.0.0.1"
+    interface: str = ""
+
+    @property
+    def command(self) -> list[str]:
+        """What a command that runs there starts with."""
+        return ["ip", "netns", "exec", self.namespace] if self.namespace else []
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """What a rank there needs to know: by itself gloo takes whatever the host's name resolves to."""
+        return {"GLOO_SOCKET_IFNAME": self.interface} if self.interface else {}
+
+
 class _Rank:
     """One process of a pool and the connection to it."""
 
-    def __init__(self, rank: int, folder: Path, threads: int) -> None:
+    def __init__(self, rank: int, folder: Path, threads: int, host: Host) -> None:
         self.rank = rank
         self.stacks = folder / f"rank-{rank}.stacks"
         self.log = folder / f"rank-{rank}.log"
         self.connection, child = Pipe()
         environment = os.environ | {name: str(threads) for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS")}
+        environment |= host.environment
         arguments = [str(child.fileno()), str(rank), str(os.getpid()), str(self.stacks)]
         with open(self.log, "wb") as log:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "mmlab.cluster.pool_rank", *arguments],
+                [*host.command, sys.executable, "-m", "mmlab.cluster.pool_rank", *arguments],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
@@ -112,21 +133,25 @@ class _Rank:
 
 
 class RankPool:
-    """`n` warm rank processes; `threads` torch threads each.
+    """`n` warm rank processes; `threads` torch threads each, on `hosts` (one a rank; those beyond it, here).
 
     The processes start at once and in parallel, and end with `close()` or with their parent.
     """
 
-    def __init__(self, n: int, threads: int = 1) -> None:
+    def __init__(self, n: int, threads: int = 1, hosts: Sequence[Host] = ()) -> None:
         self.n = n
         self.threads = threads
+        self._hosts = tuple(hosts)
         self._folder = Path(tempfile.mkdtemp(prefix="mmlab-pool-"))
         self._ranks: list[_Rank] = []
         self._start()
 
     def _start(self) -> None:
         missing = range(len(self._ranks), self.n)
-        self._ranks += [_Rank(rank, self._folder, self.threads) for rank in missing]
+        self._ranks += [_Rank(rank, self._folder, self.threads, self._host(rank)) for rank in missing]
+
+    def _host(self, rank: int) -> Host:
+        return self._hosts[rank] if rank < len(self._hosts) else Host()
 
     @property
     def pids(self) -> list[int]:
@@ -162,9 +187,9 @@ class RankPool:
         self._start()
         members = self._ranks[:world]
         request = {"kind": "call", "function": function, "world": world, "args": args, "kwargs": kwargs}
-        request |= {"path": [entry or os.getcwd() for entry in sys.path], "host": "127.0.0.1"}
+        request |= {"path": [entry or os.getcwd() for entry in sys.path], "host": self._host(0).address}
         try:
-            members[0].send({"kind": "store"})
+            members[0].send({"kind": "store", "host": request["host"]})
             (port,) = self._collect(members[:1], START_TIMEOUT)
             for member in members:
                 member.send(request | {"port": port})

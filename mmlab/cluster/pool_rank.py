@@ -70,7 +70,7 @@ def main() -> None:
         while True:
             request = pickle.loads(connection.recv_bytes())
             if request["kind"] == "store":  # rank 0 only: a fresh store for each call
-                store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+                store = dist.TCPStore(request["host"], 0, is_master=True, wait_for_workers=False)
                 reply: tuple[str, Any] = ("store", store.port)
             else:
                 reply = _call(rank, request)

@@ -9,9 +9,8 @@ from plan_strategies import plans
 from rich.console import Console
 
 from mmlab.errors import LabError, PlanError
-from mmlab.plan import Fix, Plan, Problem, Problems, check_platform, known_keys
+from mmlab.plan import Fix, Plan, Problem, Problems, check_platform
 from mmlab.plan.rules import RULES
-from mmlab.plan.rules.availability import AVAILABLE
 from mmlab.plan.rules.common import divisor
 
 BROKEN = sorted((Path(__file__).parent.parent / "plans" / "broken").glob("*.toml"))
@@ -61,21 +60,6 @@ def test_broken_plans_name_the_field_and_are_repaired(path):
 def test_every_rule_is_broken_by_some_plan(rule):
     assert rule.__doc__
     assert any(list(rule(plan)) for path in BROKEN if (plan := load(path)) is not None)
-
-
-def _later() -> list[tuple[str, object]]:
-    """Every value that the schema knows and this version does not have."""
-    values = ((f, v, known_keys()[f].choices or (1, 2, False, True)) for f, v in AVAILABLE)
-    return [(f, c) for f, v, choices in values for c in choices if c not in v and type(c) is type(v[0])]
-
-
-@pytest.mark.parametrize(("field", "value"), _later())
-def test_values_of_later_versions_are_refused_and_replaced(field, value):
-    plan = Plan().with_({field: value})
-    (problem,) = [p for p in plan.check() if p.field == field]
-    assert "not available in this version" in problem.message
-    assert list(plan.check().apply().check()) == []
-    assert plan.with_(problem.fix) != plan
 
 
 @given(plans())

@@ -6,12 +6,12 @@ import shutil
 import signal
 import subprocess
 import sys
-import uuid
 from pathlib import Path
 
 import pytest
 from live import make_plan
 
+from mmlab.cluster.netns import two_hosts
 from mmlab.messages import RunPaths, read_events
 from mmlab.train.worker import routable_address
 
@@ -30,32 +30,15 @@ sys.exit(state != "finished")
 """
 
 
-def ip(*arguments):
-    subprocess.run(["ip", *arguments], check=True, timeout=10)
-
-
 @pytest.fixture
 def hosts():
-    """Two namespaces, 10.77.0.1 and 10.77.0.2; removed afterwards whatever happened."""
-    tag = uuid.uuid4().hex[:6]
-    names = [f"mm{tag}a", f"mm{tag}b"]
-    try:
-        for name in names:
-            ip("netns", "add", name)
-        ip("link", "add", f"v{tag}a", "netns", names[0], "type", "veth", "peer", "name", f"v{tag}b", "netns", names[1])
-        for number, (name, end) in enumerate(zip(names, "ab", strict=True), 1):
-            ip("-n", name, "addr", "add", f"10.77.0.{number}/24", "dev", f"v{tag}{end}")
-            ip("-n", name, "link", "set", f"v{tag}{end}", "up")
-            ip("-n", name, "link", "set", "lo", "up")
-            ip("-n", name, "route", "add", "default", "via", f"10.77.0.{3 - number}")
-        yield names
-    finally:
-        for name in names:
-            subprocess.run(["ip", "netns", "del", name], check=False, stderr=subprocess.DEVNULL, timeout=10)
+    """The namespaces of two hosts that nothing but a link joins."""
+    with two_hosts() as pair:
+        yield pair
 
 
 @pytest.mark.skipif(
-    not sys.platform.startswith("linux") or os.geteuid() != 0 or shutil.which("ip") is None,
+    not sys.platform.startswith("linux") or os.geteuid() != 0 or not shutil.which("ip") or not shutil.which("tc"),
     reason="network namespaces need Linux, root and iproute2",
 )
 def test_ranks_of_two_hosts_find_each_other(hosts, shards, tmp_path):
@@ -66,7 +49,7 @@ def test_ranks_of_two_hosts_find_each_other(hosts, shards, tmp_path):
     started = []
 
     def rank(host, *arguments):
-        command = ["ip", "netns", "exec", host, sys.executable, "-c", RANK, *arguments]
+        command = [*host.command, sys.executable, "-c", RANK, *arguments]
         environment = os.environ | {"OMP_NUM_THREADS": "1"}
         environment.pop("GLOO_SOCKET_IFNAME", None)
         process = subprocess.Popen(
@@ -78,7 +61,7 @@ def test_ranks_of_two_hosts_find_each_other(hosts, shards, tmp_path):
     try:
         first = rank(hosts[0], "0", str(paths.root))
         host, port = json.loads(first.stdout.readline())
-        assert host == "10.77.0.1"
+        assert host == hosts[0].address
         second = rank(hosts[1], "1", str(paths.root), host, str(port))
         assert second.wait(60) == 0, read_events(paths.events)
         assert first.wait(60) == 0

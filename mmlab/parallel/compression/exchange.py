@@ -7,7 +7,7 @@ of the ranks, and everybody decodes the same payload.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 import torch.distributed as dist
@@ -74,10 +74,23 @@ def scatter_coded(chunks: list[Tensor], codec: Codec, wire: Wire, lost: list[Ten
             _decode(codec, payloads[r], lost[r])
             _subtract(chunks[r], lost[r], lost[r])
     yield work
-    part = torch.empty_like(chunks[me])
-    for payload in received.split(own) if own else ():
+    if own:
+        _add_in_order(chunks[me], received.split(own), codec, me)
+
+
+def _add_in_order(chunk: Tensor, payloads: Sequence[Tensor], codec: Codec, me: int) -> None:
+    """Make `chunk`, this rank's part, the sum of all parts in the order of the ranks; `payloads` are the others'."""
+    part = torch.empty_like(chunk)
+    if me:
+        before = torch.empty_like(chunk)
+        _decode(codec, payloads[0], before)
+        for payload in payloads[1:me]:
+            _decode(codec, payload, part)
+            before.add_(part)
+        chunk.add_(before)
+    for payload in payloads[me:]:
         _decode(codec, payload, part)
-        chunks[me].add_(part)
+        chunk.add_(part)
 
 
 def gather_coded(chunks: list[Tensor], codec: Codec, wire: Wire, lost: Tensor | None) -> Iterator[dist.Work]:

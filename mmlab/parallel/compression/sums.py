@@ -11,6 +11,7 @@ import torch.distributed as dist
 from mmlab.parallel.compression.codecs import Bf16, Codec, Fp16, Int8, OneBit, TopK
 from mmlab.parallel.compression.exchange import reduce_coded
 from mmlab.parallel.compression.feedback import Packed
+from mmlab.parallel.compression.powersgd import PowerSgd
 from mmlab.parallel.compression.wire import Wire
 from mmlab.plan.schema import GroupCommunication
 
@@ -72,5 +73,7 @@ def make_sum(settings: GroupCommunication) -> BucketSum:
     """What sums the gradients of a group as the plan says."""
     if settings.compressor == "none":
         return DenseSum(settings.residual)
+    if settings.compressor == "powersgd":
+        return PowerSgd(settings)
     codec = make_codec(settings)
     return CodedSum(codec, codec.biased and settings.error_feedback, settings.residual)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from mmlab.plan.problems import Problem
 from mmlab.plan.rules import (
-    availability,
     cluster,
     deepspeed,
     encoder,
@@ -27,7 +26,6 @@ from mmlab.plan.schema import Plan
 __all__ = ["RULES", "check_platform", "find_problems"]
 
 RULES: tuple[Rule, ...] = (
-    availability.available,
     general.name,
     layout.vision_group,
     layout.vision_batch,
