@@ -161,11 +161,12 @@ class OneBit:
 
     Seide et al. 2014, "1-Bit Stochastic Gradient Descent", with the scale of Karimireddy et al. 2019, "Error Feedback
     Fixes SignSGD", algorithm 1. A contraction by their lemma 8: of a block of n elements
-    ||x - C(x)||^2 = (1 - ||x||_1^2 / (n ||x||^2)) ||x||^2. Payload: scales, float32; bits, 8 to a byte, the first byte
-    has those of elements 0, m, 2m, ... for m bytes of them, so that packing works on contiguous runs.
+    ||x - C(x)||^2 = (1 - ||x||_1^2 / (n ||x||^2)) ||x||^2. One scale for all, as in 1-bit Adam (Tang et al. 2021), does
+    not fit a bucket of many tensors (DECISIONS.md). Payload: scales, float32; signs, 8 to a byte, of elements
+    i, m + i, 2 m + i, ... in byte i of m, the highest bit first, so that all work is on contiguous runs.
     """
 
-    align = 1024
+    align = 256
     biased = True
 
     def size(self, count: int) -> int:
@@ -181,24 +182,23 @@ class OneBit:
         scales, signs = self._parts(out, x.numel())
         for mine, rows in _rows(x, self.align):
             scales[mine] = rows.abs().mean(1)
-        if not x.numel():
-            return
         integers, width = (torch.int32, 31) if x.element_size() == 4 else (torch.int64, 63)
-        packed = torch.zeros_like(signs, dtype=integers)
-        for run in reversed(x.view(integers).split(signs.numel())):
-            packed.mul_(2)
-            packed[: run.numel()].sub_(run >> width)  # -1 where negative
-        signs.copy_(packed)
+        negative = signs.new_zeros(8, signs.numel())
+        negative.view(-1)[: x.numel()] = x.view(integers) >> width  # all bits where negative
+        signs.copy_((negative & 128).bitwise_right_shift_(_eight(x)).sum(0, dtype=torch.uint8))
 
     def decode(self, payload: Tensor, out: Tensor) -> None:
         """Signs, then the scales under them."""
         scales, signs = self._parts(payload, out.numel())
-        if not out.numel():
-            return
-        for bit, run in enumerate(out.split(signs.numel())):
-            run.copy_((signs[: run.numel()] << (7 - bit)).view(torch.int8))  # negative where the bit is set
+        negative = (signs << _eight(out)).view(torch.int8).bitwise_right_shift_(7)  # -1 or 0
+        out.copy_(negative.bitwise_or_(1).view(-1)[: out.numel()])
         for mine, rows in _rows(out, self.align):
-            torch.copysign(scales[mine, None].to(out.dtype), rows, out=rows)
+            rows.mul_(scales[mine, None])
+
+
+def _eight(like: Tensor) -> Tensor:
+    """How far the bit of each of eight runs is from the highest one, [8, 1]."""
+    return torch.arange(8, dtype=torch.uint8, device=like.device)[:, None]
 
 
 class TopK:
@@ -255,7 +255,7 @@ def largest(magnitudes: Tensor, k: int) -> Tensor:
     wanted = 2 * k // SAMPLED + 8
     if magnitudes.device.type == "cpu" and 4 * wanted < sample.numel():
         threshold = sample.topk(wanted, sorted=False).values.min()
-        candidates = (~(magnitudes < threshold)).nonzero().squeeze(1)  # NaN is not less
+        candidates = torch.lt(magnitudes, threshold).logical_not_().nonzero().squeeze(1)  # NaN is not less
         if candidates.numel() >= k:
-            return candidates[magnitudes[candidates].topk(k, sorted=False).indices]
+            return candidates[magnitudes.index_select(0, candidates).topk(k, sorted=False).indices]
     return magnitudes.topk(k, sorted=False).indices

@@ -18,10 +18,15 @@ from mmlab.parallel.compression.feedback import Kept
 from mmlab.parallel.compression.wire import Wire
 
 
+def lengths(count: int, ranks: int, align: int) -> list[int]:
+    """Elements that each rank sums, of `count`: equal multiples of `align`, but the last ones short or none."""
+    share = -(-count // (ranks * align)) * align
+    return [max(0, min(share, count - r * share)) for r in range(ranks)]
+
+
 def cut(flat: Tensor, ranks: int, align: int) -> list[Tensor]:
-    """One chunk of `flat` [numel] for each rank: equal multiples of `align`, but the last ones short or empty."""
-    share = -(-flat.numel() // (ranks * align)) * align
-    return [flat[min(i * share, flat.numel()) : min((i + 1) * share, flat.numel())] for i in range(ranks)]
+    """One chunk of `flat` [numel] for each rank."""
+    return list(flat.split(lengths(flat.numel(), ranks, align)))
 
 
 def slot(codec: Codec, count: int) -> int:
@@ -33,9 +38,8 @@ def slot(codec: Codec, count: int) -> int:
 def handed_over(codec: Codec, count: int, ranks: int, rank: int) -> int:
     """Bytes that `reduce_coded` hands to collectives on a rank for `count` elements: the chunks of the others, then the
     sum of its own, which is as long as the longest."""
-    share = -(-count // (ranks * codec.align)) * codec.align
-    lengths = [max(0, min(share, count - r * share)) for r in range(ranks)]
-    return sum(slot(codec, length) for r, length in enumerate(lengths) if r != rank) + slot(codec, share)
+    slots = [slot(codec, length) for length in lengths(count, ranks, codec.align)]
+    return sum(slots) - slots[rank] + slots[0]
 
 
 def _encode(codec: Codec, x: Tensor, payload: Tensor) -> None:
