@@ -33,7 +33,7 @@ def weights(rank, world, host, port, plan_text, steps):
             losses.append(result.loss)
             found.append({(t.name, mesh.place.tp): t.value.clone() for t in built.trained})
         formula = dict.fromkeys(MODULES, 0)
-        for bucket in (*built.reducer.buckets, *built.reducer.partial):
+        for bucket in built.reducer.packed:
             settings, wire = built.reducer.settings[bucket.module], built.reducer.wires.get(bucket.module)
             if wire is not None:
                 formula[bucket.module] += handed_over(bucket.shapes, settings, bucket.flat.dtype, wire)

@@ -111,6 +111,7 @@ class PowerSgd:
 
     def __init__(self, settings: GroupCommunication) -> None:
         self.settings = settings
+        self.residual: str = settings.residual
 
     def rounds(self, packed: Packed, wire: Wire, unit: float) -> Iterator[dist.Work]:
         """The sum of all P and of what has no factors; then that of all Q.
@@ -120,7 +121,7 @@ class PowerSgd:
         """
         kept, feedback = packed.kept, self.settings.error_feedback
         if not feedback:
-            kept.leave(packed.flat, unit, self.settings.residual)
+            kept.leave(packed.flat, unit, self.residual)
         given = kept.corrected(packed.flat, unit) if feedback else packed.flat
         matrices, dense = parted(packed.shapes, self.settings)
         starts = [self._start(matrix, kept, given) for matrix in matrices]
