@@ -56,9 +56,10 @@ class Kept:
 
     @property
     def bytes(self) -> int:
-        """Memory of all of it."""
-        tensors = [*self.factors.values(), *([] if self.residual is None else [self.residual])]
-        return sum(t.numel() * t.element_size() for t in tensors)
+        """Memory of all of it, with what the step's changes are taken back to."""
+        residual, factors = self._before or (None, {})
+        tensors = [self.residual, residual, *self.factors.values(), *factors.values()]
+        return sum({id(t): t.numel() * t.element_size() for t in tensors if t is not None}.values())
 
 
 @dataclass
