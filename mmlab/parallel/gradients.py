@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mmlab.parallel.buckets import Bucket, Trained, local_tensor, split
+from mmlab.parallel.buckets import Bucket, Trained, local_tensor, split, split_over_tp
 from mmlab.parallel.compression.sums import BucketSum, DenseSum, make_sum
 from mmlab.parallel.compression.wire import Wire
 from mmlab.parallel.tensor import TensorGroup
@@ -109,11 +109,15 @@ class Reducer:
         # Backward goes from the loss to the pixels, so the last parameters have their gradients first.
         for module in reversed(MODULES):
             mine = [t for t in reversed(trained) if t.module == module and not t.sharded]
-            for members in split([t for t in mine if not t.partial_over_tp], bucket_bytes[module]):
+            whole = [t for t in mine if not t.partial_over_tp]
+            # Coded together with shards, which differ, what all tensor ranks hold alike would come out differently.
+            own = [t for t in whole if self.tp.size == 1 or split_over_tp(t.param)]
+            alike = [t for t in whole if self.tp.size > 1 and not split_over_tp(t.param)]
+            for members in (*split(own, bucket_bytes[module]), *split(alike, bucket_bytes[module])):
                 self.buckets.append(Bucket.of(module, members, undoable))
             for members in split([t for t in mine if t.partial_over_tp], bucket_bytes[module]):
                 self.partial.append(Bucket.of(module, members, undoable))
-        for bucket in self._all:
+        for bucket in self.packed:
             self.grads.update(bucket.views())
             for t in bucket.members:
                 self._where[t.name] = bucket
@@ -164,20 +168,23 @@ class Reducer:
             self.settings[module], self.sums[module] = now, make_sum(now)
             if before is None or before.compressor == now.compressor or restored:
                 continue
-            for kept in (bucket.kept for bucket in self._all if bucket.module == module):
+            for kept in (bucket.kept for bucket in self.packed if bucket.module == module):
                 kept.factors = {}
                 if now.residual == "drop":
                     kept.residual = None
 
     @property
-    def _all(self) -> list[Bucket]:
+    def packed(self) -> list[Bucket]:
+        """All buckets, in the same order on all ranks of a group."""
         return [*self.buckets, *self.partial]
 
     def _start(self, bucket: Bucket) -> None:
         wire = self.wires.get(bucket.module)
         if self.share is not None:
             self.share(bucket, wire.ranks if wire is not None else 1, self.unit)
-        if wire is None:
+        if wire is None:  # nothing to compress: what a checkpoint of several ranks had left out is added at once
+            bucket.kept.begin()
+            bucket.kept.leave(bucket.flat, self.unit, self.sums[bucket.module].residual)
             return
         compressed = not isinstance(self.sums[bucket.module], DenseSum)
         bucket.dense = bucket.flat.clone() if self.measure and compressed else None
@@ -232,7 +239,7 @@ class Reducer:
         """Wait for all rounds of all buckets. Rounds that are left are started in one order on every rank: the second
         of each bucket, as soon as its first is done, then the third."""
         exposed = dict.fromkeys(MODULES, 0.0)
-        under_way = [bucket for bucket in self._all if bucket.work is not None]
+        under_way = [bucket for bucket in self.packed if bucket.work is not None]
         reduced = list(under_way)
         while under_way:
             for bucket in under_way:
@@ -244,7 +251,7 @@ class Reducer:
                 bucket.ended = bucket.ended or now
                 self._advance(bucket)
             under_way = [bucket for bucket in under_way if bucket.work is not None]
-        for bucket in self._all:
+        for bucket in self.packed:
             bucket.missing = set(bucket.shapes)
         self.overlap = {
             m: Overlap(covered((b.started, b.ended) for b in reduced if b.module == m), exposed[m]) for m in MODULES
@@ -260,7 +267,7 @@ class Reducer:
         error: dict[str, tuple[str, Tensor]] = {}
         mine = {t.name for t in self.trained if t.once}
         counted = {t.name for t in self.trained if t.counted}
-        for bucket in self._all:
+        for bucket in self.packed:
             if bucket.kept.residual is not None:
                 residual |= {n: (bucket.module, v) for n, v in bucket.views(bucket.kept.residual) if n in mine}
             if bucket.dense is not None:
@@ -270,7 +277,7 @@ class Reducer:
                 bucket.dense = None
         found = [squared_norms(MODULES, part.values()).tolist() for part in (residual, error, dense)]
         unit = self.unit**2  # residuals are kept without it
-        sizes = {m: [b for b in self._all if b.module == m and m in self.wires] for m in MODULES}
+        sizes = {m: [b for b in self.packed if b.module == m and m in self.wires] for m in MODULES}
         self.coding = {
             m: Coding(
                 self._seconds[m],
@@ -286,7 +293,7 @@ class Reducer:
 
     def undo(self) -> None:
         """The step's update is left out (an overflow in fp16): residuals are again what they were before it."""
-        for bucket in self._all:
+        for bucket in self.packed:
             bucket.kept.undo()
 
     def release(self) -> None:
@@ -301,7 +308,7 @@ class Reducer:
 
     def scale(self, factor: float) -> None:
         """Multiply all gradients (clipping)."""
-        flats = [bucket.flat for bucket in self._all]
+        flats = [bucket.flat for bucket in self.packed]
         flats += [self.grads[t.name] for t in self.trained if t.sharded]
         if factor != 1.0 and flats:
             torch._foreach_mul_(flats, factor)

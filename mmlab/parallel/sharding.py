@@ -85,12 +85,12 @@ def shard_groups(
             group = dist.new_group(ranks, timeout=timeout)
             if rank in ranks:
                 tensor_group = tp_group if module == "language" else None
-                mesh, grid = _shard_meshes(layout, rank, ranks, group, device, tensor_group)
+                mesh, grid = meshes(layout, rank, ranks, group, device, tensor_group)
                 found[module] = ShardGroup(group, ranks.index(rank), len(ranks), mesh, grid, traffic)
     return found
 
 
-def _shard_meshes(
+def meshes(
     layout: Layout,
     rank: int,
     ranks: list[int],
@@ -98,7 +98,8 @@ def _shard_meshes(
     device: torch.device,
     tp_group: dist.ProcessGroup | None,
 ) -> tuple[DeviceMesh, DeviceMesh]:
-    """`mesh` and `grid` of a shard group."""
+    """Meshes over ranks that hold copies of the same parameters: over them alone, and with the tensor group as the
+    second dim where there is one (`mesh` and `grid` of a `ShardGroup`)."""
     if tp_group is None:
         mesh = DeviceMesh.from_group(group, device.type, mesh_dim_names=("dp",))
         return mesh, mesh

@@ -1,7 +1,8 @@
 """Checkpoints: torch.distributed.checkpoint under global names, complete when the manifest, written last, exists.
 
 Parameters are named globally, never by rank or stage, so any layout loads any
-checkpoint: `model.<global name>`, `optimizer.<global name>.{step,exp_avg,exp_avg_sq}`.
+checkpoint: `model.<global name>`, `optimizer.<global name>.{step,exp_avg,exp_avg_sq}`; and what compression keeps
+(see `kept`).
 """
 
 from __future__ import annotations
@@ -14,11 +15,13 @@ import time
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 from mmlab.errors import CheckpointError, MmlabError, RunFailed
@@ -27,6 +30,7 @@ from mmlab.models.adapters import lost_adapters
 from mmlab.models.sharding import LORA_A, LORA_B
 from mmlab.parallel.mesh import Mesh
 from mmlab.plan import Plan
+from mmlab.train import kept
 from mmlab.train.build import Built, is_tied_copy
 
 MANIFEST = "manifest.json"
@@ -73,7 +77,7 @@ def save(plan: Plan, mesh: Mesh, built: Built, folder: Path, extra: Mapping[str,
     written; nothing of it is left then.
     """
     began = time.time()
-    state = state_dict(plan, mesh, built, saving=True)
+    state = state_dict(plan, mesh, built, saving=True) | kept.saved(plan, mesh, built)
     partial = folder.with_name(f".{folder.name}.partial")
     first = mesh.place.rank == 0
     if first:
@@ -181,16 +185,24 @@ def find(checkpoints: Path, step: int | None = None, name: str = "", lineage: st
     return max(fits, key=lambda pair: pair[1]["time"])[0]
 
 
-def _loadable(plan: Plan, state: Mapping[str, Tensor], folder: Path) -> tuple[dict[str, Tensor], dict[str, Any], str]:
-    """What can be loaded, the manifest, and what is wrong ("" when nothing is)."""
+class _Loadable(NamedTuple):
+    """What can be loaded, the manifest, what tensors the file has, and what is wrong ("" when nothing is)."""
+
+    wanted: dict[str, Tensor]
+    manifest: dict[str, Any]
+    stored: dict[str, tuple[tuple[int, ...], torch.dtype]]
+    problem: str
+
+
+def _loadable(plan: Plan, state: Mapping[str, Tensor], folder: Path) -> _Loadable:
     try:
         manifest = read_manifest(folder)
         saved = Plan.loads(manifest["plan"], f"checkpoint {folder.name}")
         stored = dcp.FileSystemReader(folder).read_metadata().state_dict_metadata
     except MmlabError as error:
-        return {}, {}, str(error)
+        return _Loadable({}, {}, {}, str(error))
     except Exception as error:  # the metadata is a pickle: a damaged one can raise anything
-        return {}, {}, f"checkpoint {folder.name} is damaged: its metadata cannot be read ({error})."
+        return _Loadable({}, {}, {}, f"checkpoint {folder.name} is damaged: its metadata cannot be read ({error}).")
     wanted: dict[str, Tensor] = {}
     for key, tensor in state.items():
         entry = stored.get(key)
@@ -198,18 +210,20 @@ def _loadable(plan: Plan, state: Mapping[str, Tensor], folder: Path) -> tuple[di
             name, step = key.removeprefix("optimizer.").rpartition(".")[0], manifest["step"]
             problem = f"has no second moment of {name}, which onebit_adam needs after its freeze"
             fix = f"Raise train.freeze_step above {step}, or train with adamw."
-            return {}, {}, f"checkpoint {folder.name} {problem}. {fix}"
+            return _Loadable({}, {}, {}, f"checkpoint {folder.name} {problem}. {fix}")
         if entry is None and (key.startswith("optimizer.") or key.endswith((LORA_A, LORA_B))):
             continue
         size = getattr(entry, "size", None)
         if size is None or tuple(size) != tuple(tensor.shape):
-            there = f"{tuple(size)}" if size is not None else "absent"
+            found = f"{tuple(size)}" if size is not None else "absent"
             name = key.removeprefix("model.")
-            problem = f"{name} is {there} in it and {tuple(tensor.shape)} in the plan"
-            return {}, {}, f"checkpoint {folder.name} is of another model: {problem}."
+            problem = f"{name} is {found} in it and {tuple(tensor.shape)} in the plan"
+            return _Loadable({}, {}, {}, f"checkpoint {folder.name} is of another model: {problem}.")
         wanted[key] = tensor
     lost = lost_adapters(plan, saved)
-    return wanted, manifest, f"checkpoint {folder.name} {lost}" if lost else ""
+    there = {key: entry for key, entry in stored.items() if isinstance(entry, TensorStorageMetadata)}
+    tensors = {key: (tuple(entry.size), entry.properties.dtype) for key, entry in there.items()}
+    return _Loadable(wanted, manifest, tensors, f"checkpoint {folder.name} {lost}" if lost else "")
 
 
 def _damage(folder: Path, manifest: Mapping[str, Any], mesh: Mesh) -> str:
@@ -227,21 +241,25 @@ def load(plan: Plan, mesh: Mesh, built: Built, folder: Path) -> dict[str, Any]:
     """Load a checkpoint of any layout into this rank's part, in place; all ranks together. Returns its manifest.
 
     A module that was frozen when saved has no optimizer state in the file: it starts from zero. Adapters that were not
-    there start anew (B at zero, so they change nothing). CheckpointError when the checkpoint is incomplete, damaged or
-    of another model (names the first parameter that differs); nothing is changed then. RunFailed when reading breaks
-    off: weights are then neither the old ones nor the checkpoint's.
+    there start anew (B at zero, so they change nothing). What compression keeps is what the file has of it, or nothing.
+    CheckpointError when the checkpoint is incomplete, damaged or of another model (names the first parameter that
+    differs); nothing is changed then. RunFailed when reading breaks off: weights are then neither the old ones nor the
+    checkpoint's.
     """
     state = state_dict(plan, mesh, built, saving=False)
-    wanted, manifest, problem = _loadable(plan, state, folder)
+    wanted, manifest, stored, problem = _loadable(plan, state, folder)
     _agree(mesh, problem or _damage(folder, manifest, mesh))
+    communication = kept.Incoming(stored, plan, mesh, built)
+    everything = wanted | communication.tensors
     try:
         with quiet():
-            dcp.load(wanted, checkpoint_id=folder, process_group=mesh.control, no_dist=mesh.control is None)
+            dcp.load(everything, checkpoint_id=folder, process_group=mesh.control, no_dist=mesh.control is None)
     except (dcp.CheckpointException, OSError) as error:
         raise RunFailed(f"reading checkpoint {folder.name} broke off: {_cause(error)}") from None
     for key in state.keys() - wanted.keys():
         if not (key.startswith("model.") and key.endswith(LORA_A)):
             state[key].zero_()
+    communication.take()
     if built.zero is not None:
         built.zero.take(state)
     return manifest

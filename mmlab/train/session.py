@@ -320,14 +320,31 @@ class Session:
             manifest = checkpoint.load(self.plan, self.mesh, self.built, self.paths.checkpoints / name)
         self.runner.scale.load(manifest.get("loss_scale", {}))
         saved = Plan.loads(manifest["plan"], f"checkpoint {name}")
-        values = {key: get(saved, key) for key in live_keys() if key != "train.steps"}
-        self.plan = set_live(self.plan, values)
+        values = self._take_values({key: get(saved, key) for key in live_keys() if key != "train.steps"}, name)
         self.steering.step, self.steering.loss = manifest["step"], manifest["loss"]
         self.runner.configure(self.plan, self.steering.step + 1, restored=True)
         self.begin_lineage(manifest["lineage"], manifest["step"])
         self._stand(Position.from_json(manifest["cursors"]), manifest["step"])
         self.emit("restore", step=manifest["step"], name=name, from_step=manifest["step"], values=values)
         return f"restored {name} (step {manifest['step']})"
+
+    def _take_values(self, values: dict[str, Any], name: str) -> dict[str, Any]:
+        """Go on with a checkpoint's live values; what this plan cannot run with (it may have been saved in another
+        layout) stays as it is, a group's communication as a whole. Returns what holds."""
+        groups: dict[str, dict[str, Any]] = {}
+        for key, value in values.items():
+            group = key.rpartition(".")[0] if key.startswith("communication.") else key
+            groups.setdefault(group, {})[key] = value
+        try:
+            self.plan = checked(self.plan, values)
+        except PlanError:
+            for group, part in groups.items():
+                try:
+                    self.plan = checked(self.plan, part)
+                except PlanError as error:
+                    message = f"{group} of checkpoint {name} is not taken over: {error}"
+                    self.emit("warning", step=self.steering.step, message=message)
+        return {key: get(self.plan, key) for key in values}
 
     def save_if_due(self) -> None:
         """The periodic checkpoint. A save that fails is reported and the run goes on."""

@@ -35,6 +35,10 @@ class Kept:
             self.residual, self.factors = self._before
             self._before = None
 
+    def restore(self, residual: Tensor | None, factors: dict[str, Tensor]) -> None:
+        """Stand where a checkpoint was made; nothing of before can be taken back."""
+        self.residual, self.factors, self._before = residual, factors, None
+
     def correct(self, flat: Tensor, unit: float) -> None:
         """Add the residual to gradients [numel] that are `unit` times the real ones (the loss scale)."""
         if self.residual is not None:
@@ -56,10 +60,12 @@ class Kept:
 
     @property
     def bytes(self) -> int:
-        """Memory of all of it, with what the step's changes are taken back to."""
-        residual, factors = self._before or (None, {})
-        tensors = [self.residual, residual, *self.factors.values(), *factors.values()]
-        return sum({id(t): t.numel() * t.element_size() for t in tensors if t is not None}.values())
+        """Memory of all of it, with what a step could still take back."""
+        tensors = [self.residual, *self.factors.values()]
+        if self._before is not None:
+            tensors += [self._before[0], *self._before[1].values()]
+        held = {id(t): t for t in tensors if t is not None}
+        return sum(t.numel() * t.element_size() for t in held.values())
 
 
 @dataclass

@@ -110,6 +110,7 @@ class PowerSgd:
 
     def __init__(self, settings: GroupCommunication) -> None:
         self.settings = settings
+        self.residual: str = settings.residual
 
     def rounds(self, packed: Packed, wire: Wire, unit: float) -> Iterator[dist.Work]:
         """The sum of all P and of what has no factors; then that of all Q.
@@ -122,7 +123,7 @@ class PowerSgd:
             kept.correct(flat, unit)
             lost = kept.room(flat)
         else:
-            kept.leave(flat, unit, self.settings.residual)
+            kept.leave(flat, unit, self.residual)
         matrices, dense = parted(packed.shapes, self.settings)
         starts = [self._start(matrix, kept, flat) for matrix in matrices]
         kept.factors = {m.name: kept.factors[m.name] for m in matrices if m.name in kept.factors}

@@ -17,7 +17,9 @@ from mmlab.plan.schema import GroupCommunication
 
 
 class BucketSum(Protocol):
-    """How packed gradients are summed over a group."""
+    """How packed gradients are summed over a group; `residual` is the plan's word for residuals it does not keep."""
+
+    residual: str
 
     def rounds(self, packed: Packed, wire: Wire, unit: float) -> Iterator[dist.Work]:
         """Sum `packed.flat` [numel] over the group of `wire`, in place.
