@@ -11,7 +11,7 @@ from mmlab.train.optim import learning_rates
 
 
 def by_the_formula(plan, world):
-    """Weights and what was reduced at each step, from all ranks' gradients at once; no code of mmlab's optimizers."""
+    """Weights, what was reduced and first moments of each step, from all ranks' gradients at once, by no optimizer."""
     found = []
     w = ranks.weights()
     m = {name: torch.zeros_like(value) for name, value in w.items()}
@@ -29,7 +29,7 @@ def by_the_formula(plan, world):
             step_[v[name] == 0] = 0.0
             decay = own.weight_decay if w[name].dim() == 2 else 0.0
             w[name] = w[name] - rates[name.partition(".")[0]] * (step_ + decay * w[name])
-        found.append((dict(w), g if step <= FREEZE else dict(m)))
+        found.append((dict(w), g if step <= FREEZE else dict(m), dict(m)))
     return found
 
 
@@ -42,7 +42,7 @@ def assert_close(found, wanted):
 def test_one_rank_follows_the_formula():
     plan = ranks.make_plan(parallel__dp=1)
     made = Ranked(plan, None)
-    for step, (weights, reduced) in enumerate(by_the_formula(plan, 1), start=1):
+    for step, (weights, reduced, _) in enumerate(by_the_formula(plan, 1), start=1):
         assert_close(made.reduce(step, gradients(step, 0)), reduced)
         assert_close(made.update(step), weights)
 
@@ -53,9 +53,36 @@ def test_ranks_sum_shares_of_the_first_moment(pool, scaled):
     plan = ranks.make_plan()
     results = pool.run(ranks.trajectory, plan.dumps(), "gloo", torch.float64, scaled, ranks=2)
     for result in results:
-        for step, (weights, reduced) in enumerate(by_the_formula(plan, 2)):
+        for step, (weights, reduced, _) in enumerate(by_the_formula(plan, 2)):
             assert_close(result["reduced"][step], reduced)
             assert_close(result["weights"][step], weights)
+
+
+@pytest.mark.parametrize("backend", ["gloo", "shm"])
+def test_compressed_shares_lose_nothing_and_leave_ranks_equal(pool, backend):
+    """At every step what was reduced and all residuals together are the new first moment of what was applied before,
+    and the residuals that were there; nothing is compressed before the freeze."""
+    plan = ranks.make_plan(communication__language__compressor="onebit", communication__vision__compressor="int8")
+    results = pool.run(ranks.trajectory, plan.dumps(), backend, torch.float32, 1.0, ranks=2)
+    exact = by_the_formula(plan, 2)
+    for step in range(STEPS):
+        one, two = results
+        for name, weight in one["weights"][step].items():
+            assert torch.equal(weight, two["weights"][step][name])
+            assert torch.equal(one["reduced"][step][name], two["reduced"][step][name])
+            if step < FREEZE:
+                torch.testing.assert_close(weight.double(), exact[step][0][name], rtol=1e-5, atol=1e-6)
+                assert name not in one["residuals"][step]
+                continue
+            beta1 = getattr(plan.train, name.partition(".")[0]).beta1
+            before = torch.zeros_like(weight) if step == FREEZE else one["residuals"][step - 1][name].clone()
+            before += 0.0 if step == FREEZE else two["residuals"][step - 1][name]
+            moment = exact[step - 1][2][name].float() if step == FREEZE else one["reduced"][step - 1][name]
+            went_in = beta1 * moment + before
+            went_in += (1 - beta1) * sum(gradients(step + 1, rank)[name].float() for rank in range(2))
+            kept = one["residuals"][step][name] + two["residuals"][step][name]
+            assert kept.norm() > 0.1 * went_in.norm()  # something was left out
+            torch.testing.assert_close(one["reduced"][step][name] + kept, went_in, rtol=1e-4, atol=1e-5)
 
 
 def test_a_step_that_is_left_out_changes_no_moment():
