@@ -121,8 +121,10 @@ def without_evaluation(data, *changes):
 
 
 def test_a_run_is_restored_after_the_freeze(pool, shards, tmp_path):
-    """Bit for bit; events say what the norms are of; clipping is refused while the run goes on."""
-    run = LiveRun(pool, without_evaluation(shards, "train.steps=1000"), tmp_path)
+    """Bit for bit with its residuals; events say what the norms are of; clipping is refused while the run goes on."""
+    compressed = [f"communication.{side}.compressor=onebit" for side in ("vision", "language")]
+    plan = without_evaluation(shards, "train.steps=1000", "parallel.vision_dp=2", *compressed)
+    run = LiveRun(pool, plan, tmp_path)
     run.wait_step(4)
     run.do("pause")
     refused = run.do("set", values={"train.clip_norm": 1.0})
@@ -141,6 +143,9 @@ def test_a_run_is_restored_after_the_freeze(pool, shards, tmp_path):
     first, second = steps[-6:-3], steps[-3:]
     assert [e["step"] for e in first] == [e["step"] for e in second]
     assert [(e["loss"], e["grad_norm"]) for e in first] == [(e["loss"], e["grad_norm"]) for e in second]
+    left = [{m: c["residual"] for m, c in e.get("compression", {}).items()} for e in steps[:5]]
+    assert left[:3] == [{}] * 3
+    assert all(left[3][m] > 0 for m in ("vision", "projector", "language"))
 
 
 @pytest.mark.slow
