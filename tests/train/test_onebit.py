@@ -1,5 +1,6 @@
 """1-bit Adam: the paper's formula, what is sent, and runs that are restored after the freeze."""
 
+import kept_functions
 import onebit_functions as ranks
 import pytest
 import torch
@@ -121,8 +122,10 @@ def without_evaluation(data, *changes):
 
 
 def test_a_run_is_restored_after_the_freeze(pool, shards, tmp_path):
-    """Bit for bit; events say what the norms are of; clipping is refused while the run goes on."""
-    run = LiveRun(pool, without_evaluation(shards, "train.steps=1000"), tmp_path)
+    """Bit for bit with its residuals; events say what the norms are of; clipping is refused while the run goes on."""
+    compressed = [f"communication.{side}.compressor=onebit" for side in ("vision", "language")]
+    plan = without_evaluation(shards, "train.steps=1000", "parallel.vision_dp=2", *compressed)
+    run = LiveRun(pool, plan, tmp_path)
     run.wait_step(4)
     run.do("pause")
     refused = run.do("set", values={"train.clip_norm": 1.0})
@@ -141,6 +144,9 @@ def test_a_run_is_restored_after_the_freeze(pool, shards, tmp_path):
     first, second = steps[-6:-3], steps[-3:]
     assert [e["step"] for e in first] == [e["step"] for e in second]
     assert [(e["loss"], e["grad_norm"]) for e in first] == [(e["loss"], e["grad_norm"]) for e in second]
+    left = [{m: c["residual"] for m, c in e.get("compression", {}).items()} for e in steps[:5]]
+    assert left[:3] == [{}] * 3
+    assert all(left[3][m] > 0 for m in ("vision", "projector", "language"))
 
 
 @pytest.mark.slow
@@ -174,3 +180,21 @@ def test_a_module_without_second_moment_is_refused_after_the_freeze(pool, shards
     last = LiveRun(pool, plan, tmp_path, generation=3, restore="latest")
     last.join()
     assert max(last.losses()) == 7
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("first", "then"), [("adamw", "onebit_adam"), ("onebit_adam", "adamw")])
+def test_residuals_of_gradients_are_none_of_first_moments(pool, shards, tmp_path, first, then):
+    """They are in another unit, ten times apart; the same optimizer goes on with them."""
+    compressed = ("communication.language.compressor=onebit", "train.freeze_step=2")
+    plan = without_evaluation(shards, *compressed, f"train.optimizer={first}")
+    saved = ("train", 3), ("held",), ("save", tmp_path / "here")
+    here = pool.run(kept_functions.follow, plan.dumps(), saved, ranks=3)
+    loaded = ("load", tmp_path / "here"), ("held",), ("train", 1)
+    same = pool.run(kept_functions.follow, plan.dumps(), loaded, ranks=3)
+    other = pool.run(kept_functions.follow, plan.with_({"train.optimizer": then}).dumps(), loaded, ranks=3)
+    for (_, (left,), _), (_, (found,), _), (losses, (dropped,), _) in zip(here, same, other, strict=True):
+        assert [name for name, *_ in left] == [name for name, *_ in found]
+        assert dropped == []
+        assert losses[-1] < 10
+    assert here[1][1][0]
