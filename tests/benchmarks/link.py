@@ -156,8 +156,8 @@ def compare(
 def measure(
     rate: str, rounds: int, steps: int, *changes: str, data: str = "emoji", wanted: Sequence[str] = SIDES
 ) -> list[dict[str, Any]]:
-    """One row for each side (dense and alone always): milliseconds of a step, of its processor time; the gain over dense, that by bytes alone,
-    and their ratio; megabytes handed over and sent in a step."""
+    """One row for each side (dense and alone always): milliseconds of a step, and of its processor time; the gain over
+    dense, that by bytes alone, and their ratio; megabytes handed over and sent in a step."""
     from mmlab.cluster.netns import Shape, two_hosts
     from mmlab.cluster.pool import RankPool
     from mmlab.plan import Plan
