@@ -23,6 +23,7 @@ from mmlab.errors import LabError, MmlabError, PlanError
 from mmlab.messages import read_json
 from mmlab.messages.runs import create_run, runs_root
 from mmlab.plan import Plan, check_platform
+from mmlab.tracking.bottleneck import Bottleneck
 from mmlab.tracking.compression import CompressionTable
 from mmlab.tracking.doctor import Diagnosis, diagnose
 from mmlab.tracking.ledger import Ledger
@@ -129,6 +130,11 @@ class Run(Steered):
         """How gradients are compressed, by module: bytes a step beside those without, time, what is left out, how far
         off they were when last measured; a table."""
         return self._record.compression()
+
+    def diagnose(self) -> Bottleneck:
+        """What makes steps slow, in one sentence: data, encoder, pipeline, communication or optimizer, with the times
+        of the last steps and what to try; a table of all of them. (`doctor` is for a run that is stuck.)"""
+        return self._record.bottleneck()
 
     def doctor(self) -> Diagnosis:
         """What holds the run up: which rank has not joined which call of which group, and where in its code it is.

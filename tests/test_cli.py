@@ -15,7 +15,7 @@ import pytest
 from ui.synthetic import SyntheticRun
 
 from mmlab.cli import run_command
-from mmlab.cli.labs import NOTEBOOK, place_notebook
+from mmlab.cli.labs import NOTEBOOKS, place_notebooks
 from mmlab.cli.progress import follow_run
 from mmlab.cli.training import results_of
 from mmlab.errors import LabError
@@ -216,7 +216,8 @@ def test_compress_refuses_what_no_compressor_has(command: Command, run: Syntheti
 def test_compression_shows_what_was_counted(command: Command, run: SyntheticRun) -> None:
     code, out, _ = command("compression", "last")
     assert code == 0
-    assert "no reduced gradients were counted" in out
+    assert "powersgd rank=4" in out
+    assert "18 x" in out
     assert "gradient norm of vision / language" in out
 
 
@@ -294,15 +295,16 @@ def test_results_hold_what_the_design_names(run: SyntheticRun) -> None:
     assert Plan.model_validate(results["plan"]) == run.plan
 
 
-def test_the_notebook_is_copied_once(tmp_path: Path) -> None:
-    path = place_notebook(tmp_path / "work")
-    assert path.name == NOTEBOOK
+def test_the_notebooks_are_copied_once(tmp_path: Path) -> None:
+    path = place_notebooks(tmp_path / "work")
+    assert path.name == NOTEBOOKS[0] == "01_quickstart.ipynb"
+    assert {file.name for file in path.parent.iterdir()} == set(NOTEBOOKS)
     assert json.loads(path.read_text())["nbformat"] == 4
     path.write_text("my own changes")
-    assert place_notebook(tmp_path / "work").read_text() == "my own changes"
+    assert place_notebooks(tmp_path / "work").read_text() == "my own changes"
     (tmp_path / "file").write_text("")
     with pytest.raises(LabError, match="writable"):
-        place_notebook(tmp_path / "file" / "work")
+        place_notebooks(tmp_path / "file" / "work")
 
 
 def test_a_closed_pipe_is_no_error(run: SyntheticRun) -> None:

@@ -1,40 +1,83 @@
-"""The quickstart notebook runs from top to bottom."""
+"""The notebooks run from top to bottom."""
 
 from __future__ import annotations
 
+import re
+import tomllib
 from pathlib import Path
 
 import nbformat
 import pytest
 from nbclient import NotebookClient
 
-from mmlab.cli.labs import packaged_notebook
+from mmlab.cli.labs import NOTEBOOKS, packaged_notebook
+
+ROOT = Path(__file__).resolve().parent.parent
+STEERED = "Lab( check() layout() schedule() train( pause() step( set( checkpoint( restore( stop() close()"
+COMPRESSED = "Lab( train( compress( measure_compression() compression() stop() close()"
+VERBS = {"01_quickstart.ipynb": STEERED, "05_gradient_compression.ipynb": COMPRESSED}
 
 
-def test_notebook_is_saved_without_outputs() -> None:
-    notebook = nbformat.read(packaged_notebook(), as_version=4)
+def read(name: str) -> nbformat.NotebookNode:
+    return nbformat.read(packaged_notebook(name), as_version=4)
+
+
+def executed(name: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, list[nbformat.NotebookNode]]:
+    """Outputs of a notebook's cells by their source, after it has run in a folder of its own."""
+    monkeypatch.setenv("JUPYTER_RUNTIME_DIR", str(folder / "runtime"))
+    monkeypatch.setenv("MMLAB_RUNS", str(folder / "runs"))
+    (folder / "runtime").mkdir()
+    notebook = read(name)
+    NotebookClient(notebook, timeout=200, resources={"metadata": {"path": str(folder)}}).execute()
+    return {cell.source: cell.outputs for cell in notebook.cells if cell.cell_type == "code"}
+
+
+def printed(outputs: dict[str, list[nbformat.NotebookNode]]) -> str:
+    return "\n".join(output.get("text", "") for cell in outputs.values() for output in cell)
+
+
+def test_every_notebook_comes_with_the_package() -> None:
+    included = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["hatch"]["build"]["targets"]["wheel"]
+    names = {path.name for path in (ROOT / "notebooks").glob("*.ipynb")}
+    assert names == set(NOTEBOOKS) == set(VERBS)
+    assert included["force-include"] == {f"notebooks/{name}": f"mmlab/notebooks/{name}" for name in NOTEBOOKS}
+
+
+@pytest.mark.parametrize("name", NOTEBOOKS)
+def test_notebooks_are_saved_without_outputs(name: str) -> None:
+    notebook = read(name)
     nbformat.validate(notebook)
     code = [cell for cell in notebook.cells if cell.cell_type == "code"]
     assert all(not cell.outputs and cell.execution_count is None for cell in code)
     source = "\n".join(cell.source for cell in code)
-    for verb in ("Lab(", "check()", "layout()", "schedule()", "train(", "pause()", "step(", "set(", "checkpoint(",
-                 "restore(", "stop()", "close()"):  # fmt: skip
-        assert verb in source
+    assert all(verb in source for verb in VERBS[name].split())
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(400)
-def test_notebook_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("JUPYTER_RUNTIME_DIR", str(tmp_path / "runtime"))
-    monkeypatch.setenv("MMLAB_RUNS", str(tmp_path / "runs"))
-    (tmp_path / "runtime").mkdir()
-    notebook = nbformat.read(packaged_notebook(), as_version=4)
-    NotebookClient(notebook, timeout=200, resources={"metadata": {"path": str(tmp_path)}}).execute()
-    outputs = {cell.source: cell.outputs for cell in notebook.cells if cell.cell_type == "code"}
+def test_the_quickstart_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    outputs = executed("01_quickstart.ipynb", tmp_path, monkeypatch)
     (dashboard,) = [output for source, output in outputs.items() if source.endswith("\nrun")]
     assert "image/png" in dashboard[0].data
     assert "stopped" in dashboard[0].data["text/plain"]
-    text = "\n".join(output.get("text", "") for cell in outputs.values() for output in cell)
+    text = printed(outputs)
     assert "paused after step" in text
     assert "restored before" in text
     assert "cannot change during a run" in text
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_the_lesson_about_compression_teaches_what_it_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    outputs = executed("05_gradient_compression.ipynb", tmp_path, monkeypatch)
+    text = printed(outputs)
+    assert "topk has no option rank; it has ratio, error_feedback" in text
+    assert re.search(r"after step \d+: measure", text)
+    loss = {name.strip(): float(value) for name, value in re.findall(r"^(.+?) +loss ([\d.]+),", text, re.MULTILINE)}
+    assert set(loss) == {"none", "onebit", "powersgd", "topk", "topk alone"}
+    assert loss["topk alone"] > loss["topk"] > loss["none"]
+    assert loss["onebit"] < 1.05 * loss["none"]
+    (chart,) = [cell for source, cell in outputs.items() if "line_chart(" in source]
+    assert chart[0].data["text/html"].count("<polyline") == 5
+    tables = [cell[0].data["text/plain"] for source, cell in outputs.items() if source.endswith("measured()")]
+    assert ["left out" in table and "in step" in table for table in tables] == [True, True]

@@ -10,7 +10,7 @@ from typing import NoReturn
 
 import typer
 
-from mmlab.cli import deepspeed, labs, plans, runs, training
+from mmlab.cli import bench, deepspeed, labs, plans, runs, training
 from mmlab.errors import MmlabError
 
 INTERRUPTED = 130
@@ -26,8 +26,8 @@ def build_app() -> typer.Typer:
         pretty_exceptions_enable=False,
         context_settings={"help_option_names": ["-h", "--help"]},
     )
-    for register in (training.register, plans.register, deepspeed.register, runs.register, labs.register):
-        register(app)
+    for commands in (training, plans, deepspeed, bench, runs, labs):
+        commands.register(app)
     return app
 
 

@@ -14,7 +14,8 @@ import typer
 from mmlab.cli.shared import console
 from mmlab.errors import LabError
 
-NOTEBOOK = "01_quickstart.ipynb"
+NOTEBOOKS = ("01_quickstart.ipynb", "05_gradient_compression.ipynb")
+"""Notebooks that come with the package; JupyterLab opens on the first."""
 
 
 def register(app: typer.Typer) -> None:
@@ -33,11 +34,11 @@ def lab(
         list[str] | None, typer.Argument(help="Passed on to JupyterLab, such as --no-browser.")
     ] = None,
 ) -> None:
-    """Open JupyterLab on the quickstart notebook (copied to the folder if it is not there)."""
+    """Open JupyterLab on the quickstart notebook (all are copied to the folder where they are not there)."""
     passed_on = arguments or []
     if str(folder).startswith("-"):  # no folder was named: the first word is JupyterLab's already
         folder, passed_on = Path(), [str(folder), *passed_on]
-    command = [sys.executable, "-m", "jupyterlab", str(place_notebook(folder)), *passed_on]
+    command = [sys.executable, "-m", "jupyterlab", str(place_notebooks(folder)), *passed_on]
     process = subprocess.Popen(command)
     while True:
         try:
@@ -49,27 +50,29 @@ def lab(
         raise LabError(f"JupyterLab ended with exit code {code}; its messages are above")
 
 
-def place_notebook(folder: Path) -> Path:
-    """Copy the quickstart notebook into a folder unless it is there; its path. LabError when it cannot be written."""
-    target = folder / NOTEBOOK
-    if target.exists():
-        return target
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(packaged_notebook(), target)
-    except OSError as error:
-        raise LabError(f"{target}: cannot be written ({error.strerror}); name a writable folder") from None
-    return target
+def place_notebooks(folder: Path) -> Path:
+    """Copy the notebooks into a folder, but for those that are there; the path of the quickstart one. LabError when
+    they cannot be written."""
+    for name in NOTEBOOKS:
+        target = folder / name
+        if target.exists():
+            continue
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(packaged_notebook(name), target)
+        except OSError as error:
+            raise LabError(f"{target}: cannot be written ({error.strerror}); name a writable folder") from None
+    return folder / NOTEBOOKS[0]
 
 
-def packaged_notebook() -> Path:
-    """The notebook in the installed package, or in the source tree of an editable installation."""
+def packaged_notebook(name: str) -> Path:
+    """A notebook in the installed package, or in the source tree of an editable installation."""
     package = Path(str(files("mmlab")))
-    places = (package / "notebooks" / NOTEBOOK, package.parent / "notebooks" / NOTEBOOK)
+    places = (package / "notebooks" / name, package.parent / "notebooks" / name)
     for place in places:
         if place.is_file():
             return place
-    raise LabError(f"the installation lacks {NOTEBOOK}; install mmlab again")
+    raise LabError(f"the installation lacks {name}; install mmlab again")
 
 
 def list_labs() -> None:

@@ -21,7 +21,7 @@ ACK_TIMEOUT = 60.0
 
 def register(app: typer.Typer) -> None:
     """Add the commands about runs."""
-    looking, ending = (list_all, show, traffic, compression, ledger, doctor), (stop, abort)
+    looking, ending = (list_all, show, traffic, compression, ledger, diagnose, doctor), (stop, abort)
     for command in (*looking, pause, resume, step, set_, compress, checkpoint, restore, export, *ending):
         name = {"list_all": "runs", "set_": "set"}.get(command.__name__, command.__name__)
         app.command(name, rich_help_panel="Runs")(command)
@@ -178,6 +178,11 @@ def export(
     """Write a checkpoint's weights as safetensors that Hugging Face classes read, LoRA's adapters merged into them."""
     for file in open_run(run).export(folder, step=step, name=name, adapters=adapters):
         console().print(str(file), soft_wrap=True)
+
+
+def diagnose(run: RunArgument) -> None:
+    """Say what makes a run's steps slow, with the times and what to try."""
+    console().print(str(open_run(run).diagnose()), markup=False, soft_wrap=True)
 
 
 def doctor(run: RunArgument) -> None:

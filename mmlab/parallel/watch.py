@@ -62,8 +62,8 @@ class Watch:
     def timed(self, phase: str, op: Op | None = None) -> Iterator[None]:
         """Time a phase, without the time of phases nested in it; an `op` goes into the trace."""
         before, outer, self._nested = self.phase, self._nested, 0.0
-        self.enter(phase, op.microbatch if op is not None else -1)
         start = time.perf_counter()
+        self.enter(phase, op.microbatch if op is not None else -1)
         yield  # after an exception the beacon and `phase` go on naming the phase that failed
         end = time.perf_counter()
         if self.telemetry:

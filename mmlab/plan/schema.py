@@ -158,7 +158,7 @@ class GroupCommunication(Section):
     """With powersgd: matrices whose factors are not this many times smaller are sent as they are, as is all that is no
     matrix."""
     ratio: float = Field(0.01, gt=0, le=1, json_schema_extra=LIVE)
-    """With topk: share of the values that is sent."""
+    """With topk: share of the values that is sent, of 8 bytes each (from 0.5 on no fewer than without compression)."""
     error_feedback: bool = Field(True, json_schema_extra=LIVE)
     """Whether int8, topk, powersgd and onebit add what they left out to the next step's gradients; each rank keeps one
     number a parameter for it."""

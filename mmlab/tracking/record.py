@@ -19,6 +19,7 @@ from mmlab.messages.events import ENDED, Event, planned_steps, read_events
 from mmlab.messages.failures import Failure, read_failures
 from mmlab.messages.files import RunPaths, process_alive, read_json
 from mmlab.messages.runs import runs_root
+from mmlab.tracking.bottleneck import Bottleneck
 from mmlab.tracking.compression import CompressionTable
 from mmlab.tracking.ledger import Ledger
 from mmlab.tracking.traffic import TrafficTable
@@ -99,6 +100,10 @@ class RunRecord:
     def traffic(self) -> TrafficTable:
         """What the ranks said to each other in the last steps: groups, bytes, time under way and waited for."""
         return TrafficTable(self.plan.layout(), self.metrics())
+
+    def bottleneck(self) -> Bottleneck:
+        """What holds the run back, from the times of the last steps."""
+        return Bottleneck(self.live_plan(), self.metrics())
 
     def ledger(self) -> Ledger:
         """Which samples each step consumed, and whether none was lost and none came twice. MmlabError before the first

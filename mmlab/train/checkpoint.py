@@ -222,6 +222,9 @@ def _loadable(plan: Plan, state: Mapping[str, Tensor], folder: Path) -> _Loadabl
         wanted[key] = tensor
     lost = lost_adapters(plan, saved)
     there = {key: entry for key, entry in stored.items() if isinstance(entry, TensorStorageMetadata)}
+    step = manifest["step"]
+    if saved.train.reduces_momentum(step) != plan.train.reduces_momentum(step + 1):
+        there = {key: entry for key, entry in there.items() if not key.startswith(kept.PREFIX)}  # in another unit
     tensors = {key: (tuple(entry.size), entry.properties.dtype) for key, entry in there.items()}
     return _Loadable(wanted, manifest, tensors, f"checkpoint {folder.name} {lost}" if lost else "")
 
@@ -241,7 +244,8 @@ def load(plan: Plan, mesh: Mesh, built: Built, folder: Path) -> dict[str, Any]:
     """Load a checkpoint of any layout into this rank's part, in place; all ranks together. Returns its manifest.
 
     A module that was frozen when saved has no optimizer state in the file: it starts from zero. Adapters that were not
-    there start anew (B at zero, so they change nothing). What compression keeps is what the file has of it, or nothing.
+    there start anew (B at zero, so they change nothing). What compression keeps is what the file has of it, or nothing;
+    also nothing where gradients were compressed and now first moments are (1-bit Adam), or the other way round.
     CheckpointError when the checkpoint is incomplete, damaged or of another model (names the first parameter that
     differs); nothing is changed then. RunFailed when reading breaks off: weights are then neither the old ones nor the
     checkpoint's.

@@ -30,8 +30,12 @@ Stored = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
 """Shape and format of each tensor in a checkpoint."""
 
 
+PREFIX = "communication."
+"""What names of these tensors begin with."""
+
+
 def _key(name: str, what: str) -> str:
-    return f"communication.{name}.{what}"
+    return f"{PREFIX}{name}.{what}"
 
 
 class Rows:

@@ -45,6 +45,16 @@ def plan_text(plan: Plan) -> str:
     return f"{plan.name}: {plan.world_size} ranks, {layout}; {plan.data.global_batch} samples a step in {batches}"
 
 
+def compression_text(step: Event) -> str:
+    """What the gradients of a step were compressed with, in one line; empty where none were."""
+    found = []
+    for module, coded in step.get("compression", {}).items():
+        sent = sum(step.get("traffic", {}).get(module, []))
+        if coded["compressor"] != "none" and sent:
+            found.append(f"{module} {coded['compressor']}, {number(coded['dense'] / sent)} times fewer bytes")
+    return f"compressed gradients: {'; '.join(found)}" if found else ""
+
+
 def clock(event: Event) -> str:
     """The local time of an event."""
     return time.strftime("%H:%M:%S", time.localtime(event.get("t", 0.0)))

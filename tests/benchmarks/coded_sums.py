@@ -5,11 +5,12 @@ payload. The second are ranks that reduce a bucket with each compressor (error f
 all-reduce, in turns, so that whatever else the machine does hits all of them; medians, the slowest rank counts.
 `coding` is the processor time of what the rank itself computes, `sent` what it hands to collectives.
 
-    python tests/benchmarks/coded_sums.py [--ranks 2 4] [--mb 4] [--rounds 15] [--json FILE]
+    python tests/benchmarks/coded_sums.py [--ranks 2 4] [--backends shm gloo] [--mb 4] [--rounds 15] [--json FILE]
 """
 
 from __future__ import annotations
 
+import itertools
 import statistics
 import sys
 import time
@@ -20,8 +21,13 @@ from typing import Any
 
 import bench_report
 
-NAMES = ("none", "bf16", "fp16", "int8", "topk", "powersgd", "onebit")
-CODECS = tuple(name for name in NAMES if name != "powersgd")
+CODECS = ("none", "bf16", "fp16", "int8", "topk", "onebit")
+SIDES: dict[str, dict[str, Any]] = {name: {"compressor": name} for name in CODECS} | {
+    f"powersgd {columns}": {"compressor": "powersgd", "rank": columns} for columns in (1, 4, 16)
+}
+"""What the second table compares, by the plan's settings; the first is the all-reduce."""
+MATRICES = 8
+"""Parameters in a bucket, as PowerSGD takes it."""
 
 
 def median_of(call: Callable[[], Any], rounds: int) -> float:
@@ -60,8 +66,8 @@ def alone(megabytes: float, rounds: int) -> list[dict[str, Any]]:
 # -- the ranks
 
 
-def reductions(rank: int, world: int, host: str, port: int, megabytes: float, rounds: int) -> Any:
-    """By compressor: (seconds, processor seconds of coding) of every reduction, and bytes handed over by one."""
+def reductions(rank: int, world: int, host: str, port: int, backend: str, megabytes: float, rounds: int) -> Any:
+    """By side: (seconds, processor seconds of coding) of every reduction, and bytes handed over by one."""
     import torch
     import torch.distributed as dist
 
@@ -74,17 +80,18 @@ def reductions(rank: int, world: int, host: str, port: int, megabytes: float, ro
 
     shm.register()
     store = dist.TCPStore(host, port, is_master=False, timeout=timedelta(seconds=60))
-    dist.init_process_group("shm", store=store, rank=rank, world_size=world)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world)
     assert dist.group.WORLD is not None
     torch.manual_seed(rank)
-    gradient = torch.randn(round(megabytes * 1e6 / 4))
-    matrix = torch.Size([gradient.numel() // 500, 500])  # as PowerSGD takes it
-    sums = {name: make_sum(GroupCommunication(compressor=name)) for name in NAMES}
-    packed = {name: Packed(gradient.clone(), {"all": matrix}, Kept()) for name in NAMES}
-    seconds: dict[str, list[tuple[float, float]]] = {name: [] for name in NAMES}
+    matrix = torch.Size([round(megabytes * 1e3 / MATRICES), 250])
+    shapes = {f"matrix {i}": matrix for i in range(MATRICES)}
+    gradient = torch.randn(MATRICES * matrix.numel())
+    sums = {name: make_sum(GroupCommunication(**settings)) for name, settings in SIDES.items()}
+    packed = {name: Packed(gradient.clone(), shapes, Kept()) for name in SIDES}
+    seconds: dict[str, list[tuple[float, float]]] = {name: [] for name in SIDES}
     sent: dict[str, int] = {}
     for turn in range(rounds + 1):
-        for name in NAMES if turn % 2 else reversed(NAMES):
+        for name in SIDES if turn % 2 else reversed(SIDES):
             traffic = Traffic()
             packed[name].flat.copy_(gradient)
             dist.barrier()
@@ -103,24 +110,26 @@ def reductions(rank: int, world: int, host: str, port: int, megabytes: float, ro
     return {"seconds": seconds, "sent": sent}
 
 
-def together(worlds: list[int], megabytes: float, rounds: int) -> list[dict[str, Any]]:
-    """One row for each number of ranks and compressor, with medians in milliseconds and their ratio to all-reduce."""
+def together(worlds: list[int], backends: list[str], megabytes: float, rounds: int) -> list[dict[str, Any]]:
+    """One row for each number of ranks, backend and side, with medians in milliseconds and their ratio to the
+    all-reduce's."""
     from mmlab.cluster.pool import RankPool
 
     rows: list[dict[str, Any]] = []
     with RankPool(max(worlds)) as pool:
-        for world in worlds:
-            results = pool.run(reductions, megabytes, rounds, ranks=world, timeout=600)
-            for name in NAMES:
+        for world, backend in itertools.product(worlds, backends):
+            results = pool.run(reductions, backend, megabytes, rounds, ranks=world, timeout=600)
+            for name in SIDES:
                 taken = [
                     [1e3 * statistics.median(part) for part in zip(*r["seconds"][name], strict=True)] for r in results
                 ]
-                whole, coding = max(t for t, _ in taken), max(c for _, c in taken)
+                whole, coding = (max(times) for times in zip(*taken, strict=True))
+                sent = results[0]["sent"][name]
                 rows.append(
-                    {"codec": name, "ranks": world, "ms": whole, "coding": coding, "sent": results[0]["sent"][name]}
+                    {"side": name, "ranks": world, "backend": backend, "ms": whole, "coding": coding, "sent": sent}
                 )
-            dense = rows[-len(NAMES)]["ms"]
-            for row in rows[-len(NAMES) :]:
+            dense = rows[-len(SIDES)]["ms"]
+            for row in rows[-len(SIDES) :]:
                 row["ratio"] = row["ms"] / dense
     return rows
 
@@ -132,10 +141,10 @@ def table(single: list[dict[str, Any]], rows: list[dict[str, Any]]) -> str:
         f"{row['codec']:<8}{row['encode']:>13.1f}{row['decode']:>13.1f}{row['smaller']:>10.1f}{row['lost']:>10.4f}"
         for row in single
     ]
-    lines += ["", f"{'ranks':<8}{'codec':<8}{'sent kB':>10}{'ms':>9}{'coding ms':>11}{'/ all-reduce':>14}"]
+    lines += ["", f"{'ranks':<7}{'backend':<9}{'side':<12}{'sent kB':>9}{'ms':>9}{'coding ms':>11}{'/ all-reduce':>14}"]
     lines += [
-        f"{row['ranks']:<8}{row['codec']:<8}{row['sent'] / 1e3:>10.0f}{row['ms']:>9.2f}{row['coding']:>11.2f}"
-        f"{row['ratio']:>14.2f}"
+        f"{row['ranks']:<7}{row['backend']:<9}{row['side']:<12}{row['sent'] / 1e3:>9.0f}{row['ms']:>9.2f}"
+        f"{row['coding']:>11.2f}{row['ratio']:>14.2f}"
         for row in rows
     ]
     return "\n".join(lines)
@@ -145,6 +154,7 @@ def main() -> None:
     """Measure and print."""
     parser = bench_report.parser(__doc__)
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
+    parser.add_argument("--backends", nargs="+", default=["shm"], help="shm, gloo (on the loopback device)")
     parser.add_argument("--mb", type=float, default=4.0, help="size of a bucket, in MB (1e6 bytes)")
     parser.add_argument("--rounds", type=int, default=15)
     given = parser.parse_args()
@@ -152,7 +162,7 @@ def main() -> None:
     import coded_sums  # by its own name, under which the ranks find the functions
 
     single = coded_sums.alone(given.mb, given.rounds)
-    rows = coded_sums.together(given.ranks, given.mb, given.rounds)
+    rows = coded_sums.together(given.ranks, given.backends, given.mb, given.rounds)
     print(bench_report.machine())
     print(table(single, rows))
     bench_report.keep(single + rows, given.json)

@@ -2,7 +2,7 @@
 
 The quickstart plan as plain data parallelism over two ranks (`first_stage`, dp 2), so that every gradient of all three
 modules goes through the reduction: the same weights, samples and learning rates for all sides. A side's loss is the
-mean of the last tenth of its steps; nothing here depends on the clock.
+mean of the last tenth of its steps, and the held-out loss at its end; nothing here depends on the clock.
 
     python tests/benchmarks/convergence.py [PLAN] [key=value ...] [--steps 150] [--seeds 2] [--sides NAME ...]
 """
@@ -44,7 +44,8 @@ SIDES = {
 
 
 def train(rank: int, world: int, host: str, port: int, plan_text: str) -> dict[str, Any]:
-    """A rank of one training: "losses" of all steps, "bytes" that all ranks hand to reductions in the last one."""
+    """A rank of one training: "losses" of all steps, the "held_out" loss after them, "bytes" that all ranks hand to
+    reductions in the last one."""
     import torch
     import torch.distributed as dist
 
@@ -54,6 +55,7 @@ def train(rank: int, world: int, host: str, port: int, plan_text: str) -> dict[s
     from mmlab.plan import Plan
     from mmlab.plan.schema import MODULES
     from mmlab.train.build import build
+    from mmlab.train.evaluate import Evaluator
     from mmlab.train.feed import Feed
     from mmlab.train.step import HybridStep, Ride
 
@@ -69,12 +71,15 @@ def train(rank: int, world: int, host: str, port: int, plan_text: str) -> dict[s
             result = runner.train(plan, step, feed.batch(), ride)
             feed.agree(result.next_bad)
             losses.append(result.loss)
+        evaluator = Evaluator(runner, plan, mesh)
+        held_out = evaluator.losses(plan, plan.train.steps)["loss"]
+        evaluator.close()
     finally:
         runner.close()
         feed.close()
         close_mesh(mesh)
     traffic = result.reported.traffic
-    return {"losses": losses, "bytes": sum(sum(traffic.get(module, [])) for module in MODULES)}
+    return {"losses": losses, "held_out": held_out, "bytes": sum(sum(traffic.get(module, [])) for module in MODULES)}
 
 
 def last_tenth(losses: list[float]) -> float:
@@ -98,12 +103,15 @@ def measure(plan, sides: dict[str, tuple[str, ...]], seeds: int) -> list[dict[st
                 seeded = made.with_(f"train.seed={seed}", f"data.seed={seed}")
                 found.append(pool.run("convergence:train", seeded.dumps(), timeout=TIMEOUT)[0])
             final = [last_tenth(result["losses"]) for result in found]
-            first = rows[0]["final"] if rows else final
+            held_out = [result["held_out"] for result in found]
+            first = rows[0] if rows else {"final": final, "held_out": held_out}
             rows.append(
                 {
                     "side": name,
                     "final": final,
-                    "against_first": [mine / other for mine, other in zip(final, first, strict=True)],
+                    "against_first": [mine / other for mine, other in zip(final, first["final"], strict=True)],
+                    "held_out": held_out,
+                    "held_out_against": [a / b for a, b in zip(held_out, first["held_out"], strict=True)],
                     "bytes": found[0]["bytes"],
                     "losses": [result["losses"] for result in found],
                 }
@@ -114,10 +122,12 @@ def measure(plan, sides: dict[str, tuple[str, ...]], seeds: int) -> list[dict[st
 
 def line(row: dict[str, Any], first: dict[str, Any]) -> str:
     """A row as printed."""
-    finals = "  ".join(
-        f"{loss:.4f} ({share:5.3f})" for loss, share in zip(row["final"], row["against_first"], strict=True)
-    )
-    return f"{row['side']:30} {finals}   {row['bytes'] / 1e6:8.3f} MB  {first['bytes'] / row['bytes']:6.1f} x fewer"
+    parts = []
+    for value, against in (("final", "against_first"), ("held_out", "held_out_against")):
+        pairs = zip(row[value], row[against], strict=True)
+        parts.append("  ".join(f"{loss:.4f} ({share:5.3f})" for loss, share in pairs))
+    fewer = first["bytes"] / row["bytes"]
+    return f"{row['side']:30} {parts[0]}   held out {parts[1]}   {row['bytes'] / 1e6:7.3f} MB, {fewer:5.1f} x fewer"
 
 
 def main() -> None:
@@ -131,7 +141,8 @@ def main() -> None:
     arguments = found.parse_args()
     from mmlab.plan import Plan
 
-    plan = Plan.load(arguments.plan).with_(*BASE, f"train.steps={arguments.steps}", *arguments.changes)
+    own = ("train.eval_samples=320", f"train.steps={arguments.steps}")
+    plan = Plan.load(arguments.plan).with_(*BASE, *own, *arguments.changes)
     print(f"{plan.name}, dp 2, {arguments.steps} steps; loss of the last tenth (against the first side)  [{machine()}]")
     keep(measure(plan, {name: SIDES[name] for name in arguments.sides or SIDES}, arguments.seeds), arguments.json)
 

@@ -133,7 +133,9 @@ def undone(rank, world, host, port) -> dict:
             flat[rank] = math.inf
             drive([(coded, packed_of(flat, kept))], wire, 8.0)
             assert not torch.equal(kept.residual, before)
+            assert kept.bytes == 2 * before.nbytes
             kept.undo()
+            assert kept.bytes == before.nbytes
         same = torch.equal(kept.residual, before)
         (reduced,) = drive([(coded, packed_of(gradient(rank, 1, 300), kept))], wire, 4.0)
         found[overflowed] = {"same": same, "reduced": reduced, "residual": kept.residual}

@@ -198,7 +198,7 @@ def test_int8_loses_at_most_half_a_step(dtype):
 
 
 @types
-def test_onebit_contracts_as_its_lemma_says(dtype):
+def test_onebit_contracts_as_much_as_its_input_is_dense(dtype):
     x = normal(5000, dtype)
     lost = x - there_and_back(OneBit(), x)
     for block, start in blocks(x, OneBit.align):

@@ -1,5 +1,6 @@
 """1-bit Adam: the paper's formula, what is sent, and runs that are restored after the freeze."""
 
+import kept_functions
 import onebit_functions as ranks
 import pytest
 import torch
@@ -11,7 +12,7 @@ from mmlab.train.optim import learning_rates
 
 
 def by_the_formula(plan, world):
-    """Weights and what was reduced at each step, from all ranks' gradients at once; no code of mmlab's optimizers."""
+    """Weights, what was reduced and first moments of each step, from all ranks' gradients at once, by no optimizer."""
     found = []
     w = ranks.weights()
     m = {name: torch.zeros_like(value) for name, value in w.items()}
@@ -29,7 +30,7 @@ def by_the_formula(plan, world):
             step_[v[name] == 0] = 0.0
             decay = own.weight_decay if w[name].dim() == 2 else 0.0
             w[name] = w[name] - rates[name.partition(".")[0]] * (step_ + decay * w[name])
-        found.append((dict(w), g if step <= FREEZE else dict(m)))
+        found.append((dict(w), g if step <= FREEZE else dict(m), dict(m)))
     return found
 
 
@@ -42,7 +43,7 @@ def assert_close(found, wanted):
 def test_one_rank_follows_the_formula():
     plan = ranks.make_plan(parallel__dp=1)
     made = Ranked(plan, None)
-    for step, (weights, reduced) in enumerate(by_the_formula(plan, 1), start=1):
+    for step, (weights, reduced, _) in enumerate(by_the_formula(plan, 1), start=1):
         assert_close(made.reduce(step, gradients(step, 0)), reduced)
         assert_close(made.update(step), weights)
 
@@ -53,9 +54,36 @@ def test_ranks_sum_shares_of_the_first_moment(pool, scaled):
     plan = ranks.make_plan()
     results = pool.run(ranks.trajectory, plan.dumps(), "gloo", torch.float64, scaled, ranks=2)
     for result in results:
-        for step, (weights, reduced) in enumerate(by_the_formula(plan, 2)):
+        for step, (weights, reduced, _) in enumerate(by_the_formula(plan, 2)):
             assert_close(result["reduced"][step], reduced)
             assert_close(result["weights"][step], weights)
+
+
+@pytest.mark.parametrize("backend", ["gloo", "shm"])
+def test_compressed_shares_lose_nothing_and_leave_ranks_equal(pool, backend):
+    """At every step what was reduced and all residuals together are the new first moment of what was applied before,
+    and the residuals that were there; nothing is compressed before the freeze."""
+    plan = ranks.make_plan(communication__language__compressor="onebit", communication__vision__compressor="int8")
+    results = pool.run(ranks.trajectory, plan.dumps(), backend, torch.float32, 1.0, ranks=2)
+    exact = by_the_formula(plan, 2)
+    for step in range(STEPS):
+        one, two = results
+        for name, weight in one["weights"][step].items():
+            assert torch.equal(weight, two["weights"][step][name])
+            assert torch.equal(one["reduced"][step][name], two["reduced"][step][name])
+            if step < FREEZE:
+                torch.testing.assert_close(weight.double(), exact[step][0][name], rtol=1e-5, atol=1e-6)
+                assert name not in one["residuals"][step]
+                continue
+            beta1 = getattr(plan.train, name.partition(".")[0]).beta1
+            before = torch.zeros_like(weight) if step == FREEZE else one["residuals"][step - 1][name].clone()
+            before += 0.0 if step == FREEZE else two["residuals"][step - 1][name]
+            moment = exact[step - 1][2][name].float() if step == FREEZE else one["reduced"][step - 1][name]
+            went_in = beta1 * moment + before
+            went_in += (1 - beta1) * sum(gradients(step + 1, rank)[name].float() for rank in range(2))
+            kept = one["residuals"][step][name] + two["residuals"][step][name]
+            assert kept.norm() > 0.1 * went_in.norm()  # something was left out
+            torch.testing.assert_close(one["reduced"][step][name] + kept, went_in, rtol=1e-4, atol=1e-5)
 
 
 def test_a_step_that_is_left_out_changes_no_moment():
@@ -94,8 +122,10 @@ def without_evaluation(data, *changes):
 
 
 def test_a_run_is_restored_after_the_freeze(pool, shards, tmp_path):
-    """Bit for bit; events say what the norms are of; clipping is refused while the run goes on."""
-    run = LiveRun(pool, without_evaluation(shards, "train.steps=1000"), tmp_path)
+    """Bit for bit with its residuals; events say what the norms are of; clipping is refused while the run goes on."""
+    compressed = [f"communication.{side}.compressor=onebit" for side in ("vision", "language")]
+    plan = without_evaluation(shards, "train.steps=1000", "parallel.vision_dp=2", *compressed)
+    run = LiveRun(pool, plan, tmp_path)
     run.wait_step(4)
     run.do("pause")
     refused = run.do("set", values={"train.clip_norm": 1.0})
@@ -114,6 +144,9 @@ def test_a_run_is_restored_after_the_freeze(pool, shards, tmp_path):
     first, second = steps[-6:-3], steps[-3:]
     assert [e["step"] for e in first] == [e["step"] for e in second]
     assert [(e["loss"], e["grad_norm"]) for e in first] == [(e["loss"], e["grad_norm"]) for e in second]
+    left = [{m: c["residual"] for m, c in e.get("compression", {}).items()} for e in steps[:5]]
+    assert left[:3] == [{}] * 3
+    assert all(left[3][m] > 0 for m in ("vision", "projector", "language"))
 
 
 @pytest.mark.slow
@@ -147,3 +180,21 @@ def test_a_module_without_second_moment_is_refused_after_the_freeze(pool, shards
     last = LiveRun(pool, plan, tmp_path, generation=3, restore="latest")
     last.join()
     assert max(last.losses()) == 7
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("first", "then"), [("adamw", "onebit_adam"), ("onebit_adam", "adamw")])
+def test_residuals_of_gradients_are_none_of_first_moments(pool, shards, tmp_path, first, then):
+    """They are in another unit, ten times apart; the same optimizer goes on with them."""
+    compressed = ("communication.language.compressor=onebit", "train.freeze_step=2")
+    plan = without_evaluation(shards, *compressed, f"train.optimizer={first}")
+    saved = ("train", 3), ("held",), ("save", tmp_path / "here")
+    here = pool.run(kept_functions.follow, plan.dumps(), saved, ranks=3)
+    loaded = ("load", tmp_path / "here"), ("held",), ("train", 1)
+    same = pool.run(kept_functions.follow, plan.dumps(), loaded, ranks=3)
+    other = pool.run(kept_functions.follow, plan.with_({"train.optimizer": then}).dumps(), loaded, ranks=3)
+    for (_, (left,), _), (_, (found,), _), (losses, (dropped,), _) in zip(here, same, other, strict=True):
+        assert [name for name, *_ in left] == [name for name, *_ in found]
+        assert dropped == []
+        assert losses[-1] < 10
+    assert here[1][1][0]

@@ -73,9 +73,16 @@ def fail_at(kind, rank, step, phase):
     return fault
 
 
+def drag(rank, step, phase):
+    """A scripted fault: the given rank takes 0.1 s longer for a phase, from a step on."""
+    return lambda at_rank, at_step, at_phase: (
+        time.sleep(0.1) if (at_rank, at_phase) == (rank, phase) and at_step >= step else None
+    )
+
+
 def run(rank, world, host, port, run_dir, generation=1, restore=None, fault=None):
     job = Job(run_dir, rank, world, host, port, generation, restore)
-    return run_worker(job, fail_at(*fault) if fault else None)
+    return run_worker(job, (drag(*fault[1:]) if fault[0] == "drag" else fail_at(*fault)) if fault else None)
 
 
 def step_results(rank, world, host, port, plan_text, steps):

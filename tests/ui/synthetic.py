@@ -24,6 +24,10 @@ SHARES = {
     "vision": {"data": 12, "encode": 30, "backward": 22, "exchange": 25, "reduce": 6, "optimizer": 4},
     "language": {"exchange": 8, "forward": 28, "backward": 46, "pipeline": 14, "reduce": 7, "optimizer": 5},
 }
+CODED = {
+    "compressor": "powersgd", "options": {"rank": 4}, "seconds": 0.002, "residual": 0.5, "dense": 900_000,
+    "kept": 900_000,
+}  # fmt: skip
 NAMES = ["red apple", "cat face", "blue car", "rocket", "snowman", "green book", "bicycle", "sun"]
 
 
@@ -67,6 +71,8 @@ class SyntheticRun:
             "step", step=self.step, loss=loss, tokens=900, images=16, samples=16, seconds=seconds,
             tokens_per_s=900 / seconds, images_per_s=16 / seconds, data_wait=0.004, lr=lr, grad_norm=norms,
             grad_norm_total=math.hypot(*norms.values()), phases=[self._phases(place, seconds) for place in self.places],
+            traffic={"vision": [50_000]}, communication={"vision": {"seconds": 0.01, "exposed": 0.004}},
+            compression={"vision": CODED},
         )  # fmt: skip
         for beacon in self.beacons:
             beacon.step = self.step

@@ -18,6 +18,7 @@ def test_text_names_state_step_loss_ranks_and_events(started: SyntheticRun) -> N
     text = snapshot(started.dir).text
     assert "running, step 12 of 120" in text
     assert "tokens/s" in text
+    assert "vision powersgd, 18 times fewer bytes" in text
     assert "stage 1 tp 1" in text
     assert text == repr(snapshot(started.dir))
 

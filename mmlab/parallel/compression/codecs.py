@@ -160,7 +160,7 @@ class OneBit:
     """The signs, and for each block the mean magnitude: C(x) = mean |x| sign(x); the sign of 0 is +.
 
     Seide et al. 2014, "1-Bit Stochastic Gradient Descent", with the scale of Karimireddy et al. 2019, "Error Feedback
-    Fixes SignSGD", algorithm 1. A contraction by their lemma 8: of a block of n elements
+    Fixes SignSGD", algorithm 1. A contraction (their section 4): of a block of n elements
     ||x - C(x)||^2 = (1 - ||x||_1^2 / (n ||x||^2)) ||x||^2. One scale for all, as in 1-bit Adam (Tang et al. 2021), does
     not fit a bucket of many tensors (DECISIONS.md). Payload: scales, float32; signs, 8 to a byte, of elements
     i, m + i, 2 m + i, ... in byte i of m, the highest bit first, so that all work is on contiguous runs.
@@ -248,7 +248,7 @@ def largest(magnitudes: Tensor, k: int) -> Tensor:
     """Where the k largest of `magnitudes` [count] are, exactly: int64 [k], in no order; NaN counts as largest.
 
     On CPU torch.topk of half a million elements takes 3.8 ms at 1 %. So first a threshold is guessed from a sample (Lin
-    et al. 2018, "Deep Gradient Compression", section 3), such that twice as many elements as needed are above it; those
+    et al. 2018, "Deep Gradient Compression", section 5), such that twice as many elements as needed are above it; those
     are then ranked. Where the guess was too high, all are.
     """
     sample = magnitudes[::SAMPLED]

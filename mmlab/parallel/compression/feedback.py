@@ -44,6 +44,11 @@ class Kept:
         if self.residual is not None:
             flat.add_(self.residual, alpha=unit)
 
+    def corrected(self, flat: Tensor, unit: float) -> Tensor:
+        """Gradients and residual together, in a tensor of their own: where the step's new residual is to be."""
+        before, room = self.residual, self.room(flat)
+        return room.copy_(flat) if before is None else torch.add(flat, before, alpha=unit, out=room)
+
     def room(self, like: Tensor) -> Tensor:
         """Where the step's new residual is to be written: in place of the old one, which has been added by now."""
         if self.residual is None or self._before is not None:

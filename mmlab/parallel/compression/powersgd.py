@@ -11,6 +11,7 @@ with the first round. Factors are held transposed, [r, n] and [r, m]: products w
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import groupby
@@ -118,31 +119,29 @@ class PowerSgd:
         Where a gradient is not finite on any rank, its sum is not finite on all of them, nothing of it is left out, and
         Q stays as it was.
         """
-        flat, kept, lost = packed.flat, packed.kept, None
-        if self.settings.error_feedback:
-            kept.correct(flat, unit)
-            lost = kept.room(flat)
-        else:
-            kept.leave(flat, unit, self.residual)
+        kept, feedback = packed.kept, self.settings.error_feedback
+        if not feedback:
+            kept.leave(packed.flat, unit, self.residual)
+        given = kept.corrected(packed.flat, unit) if feedback else packed.flat
         matrices, dense = parted(packed.shapes, self.settings)
-        starts = [self._start(matrix, kept, flat) for matrix in matrices]
+        starts = [self._start(matrix, kept, given) for matrix in matrices]
         kept.factors = {m.name: kept.factors[m.name] for m in matrices if m.name in kept.factors}
-        first = flat.new_empty(counts(matrices, dense)[0])
-        sizes = [m.rank * m.rows for m in matrices] + [run.stop - run.start for run in dense]
-        parts = first.split(sizes)
+        first = given.new_empty(counts(matrices, dense)[0])
+        parts = first.split([m.rank * m.rows for m in matrices] + [run.stop - run.start for run in dense])
         for matrix, start, p in zip(matrices, starts, parts, strict=False):
-            torch.mm(start, matrix.of(flat).T, out=p.view(matrix.rank, matrix.rows))
-        for run, part in zip(dense, parts[len(matrices) :], strict=True):
-            part.copy_(flat[run])
+            torch.mm(start, matrix.of(given).T, out=p.view(matrix.rank, matrix.rows))
+        sums = parts[len(matrices) :]
+        for run, part in zip(dense, sums, strict=True):
+            part.copy_(given[run])
         yield from summed(first, wire)
-        for run, part in zip(dense, parts[len(matrices) :], strict=True):
-            flat[run] = part
-            if lost is not None:
-                lost[run] = 0.0
+        for run, part in zip(dense, sums, strict=True):
+            packed.flat[run] = part
+            if feedback:
+                given[run] = 0.0
         if matrices:
-            yield from self._second(matrices, _bases(matrices, first), starts, packed, lost, wire)
-        if lost is not None and unit != 1.0:
-            lost.mul_(1.0 / unit)
+            yield from self._second(matrices, _bases(matrices, first), starts, packed, given, wire)
+        if feedback and unit != 1.0:
+            given.mul_(1.0 / unit)
 
     def _start(self, matrix: Matrix, kept: Kept, like: Tensor) -> Tensor:
         """Q to begin with: that of the step before, or drawn at random where there is none or it is not wanted."""
@@ -154,35 +153,54 @@ class PowerSgd:
         return found.to(like)
 
     def _second(
-        self, matrices: list[Matrix], bases: list[Tensor], starts: list[Tensor], packed: Packed, lost: Tensor | None,
+        self, matrices: list[Matrix], bases: list[Tensor], starts: list[Tensor], packed: Packed, given: Tensor,
         wire: Wire,
     ) -> Iterator[dist.Work]:  # fmt: skip
-        """The round of all Q; gradients become P^ Q^T. `bases` are the P^, transposed."""
-        flat, kept = packed.flat, packed.kept
-        sizes = [m.rank * m.columns for m in matrices]
-        own = flat.new_empty(sum(sizes))
-        mine = [q.view(m.rank, m.columns) for m, q in zip(matrices, own.split(sizes), strict=True)]
-        for matrix, basis, q in zip(matrices, bases, mine, strict=True):
-            torch.mm(basis, matrix.of(flat), out=q)
+        """The round of all Q. Gradients become P^ Q^T; of what was `given`, this rank's own part of that is taken where
+        there is error feedback. `bases` are the P^, transposed."""
+        own = given.new_empty(counts(matrices, [])[1])
+        remains = [matrix.of(given) for matrix in matrices]
+        for m, basis, q in zip(remains, bases, _split(own, matrices), strict=True):
+            torch.mm(basis, m, out=q)
         total = own.clone()
         rest = summed(total, wire)
         started = next(rest)
-        if lost is not None:  # while the round is under way
-            for matrix, basis, q in zip(matrices, bases, mine, strict=True):
-                torch.addmm(matrix.of(flat), basis.T, q, alpha=-1.0, out=matrix.of(lost))
+        if self.settings.error_feedback:  # while the round is under way
+            for m, basis, q in zip(remains, bases, _split(own, matrices), strict=True):
+                m.addmm_(basis.T, q, alpha=-1.0)
         yield started
         yield from rest
-        sums = [q.view(m.rank, m.columns) for m, q in zip(matrices, total.split(sizes), strict=True)]
+        sums = _split(total, matrices)
         for matrix, basis, q in zip(matrices, bases, sums, strict=True):
-            torch.mm(basis.T, q, out=matrix.of(flat))
-        for matrix, start, q, largest in zip(matrices, starts, sums, _largest(sums), strict=True):
-            finite = bool(largest.isfinite().all())
-            if lost is not None and not finite:
-                matrix.of(lost).zero_()
+            torch.mm(basis.T, q, out=matrix.of(packed.flat))
+        self._keep(matrices, starts, sums, packed.kept, remains)
+
+    def _keep(
+        self, matrices: list[Matrix], starts: list[Tensor], sums: list[Tensor], kept: Kept, remains: list[Tensor]
+    ) -> None:
+        """Keep Q for the next step; what is not finite, neither there nor in what remains of the gradients."""
+        rows = [torch.linalg.vector_norm(q, torch.inf, 1) for q in sums]  # the largest magnitude in each row
+        largest = torch.cat(rows).tolist()
+        for matrix, start, q, row, m in zip(matrices, starts, sums, rows, remains, strict=True):
+            mine, largest = largest[: matrix.rank], largest[matrix.rank :]
+            finite = all(map(math.isfinite, mine))
+            if self.settings.error_feedback and not finite:
+                m.zero_()
             if not self.settings.warm_start:
                 kept.factors[matrix.name] = torch.tensor(1 + _draws(kept.factors.get(matrix.name)))
-            else:
-                kept.factors[matrix.name] = _normalised(matrix, q, largest) if finite else start
+            elif not finite:
+                kept.factors[matrix.name] = start
+            else:  # only its span matters: with rows of magnitude 1, the smallest gradients stay in range
+                scaled = q / row.unsqueeze(1)
+                if not all(mine):  # a row of zeros, of a gradient without that many directions, would stay so for ever
+                    scaled = torch.where(row.unsqueeze(1) > 0, scaled, drawn(matrix, 0, q))
+                kept.factors[matrix.name] = scaled
+
+
+def _split(flat: Tensor, matrices: list[Matrix]) -> list[Tensor]:
+    """The factor Q [rank, columns] of each matrix, from all of them in one flat tensor."""
+    parts = flat.split([m.rank * m.columns for m in matrices])
+    return [q.view(m.rank, m.columns) for m, q in zip(matrices, parts, strict=True)]
 
 
 def _bases(matrices: list[Matrix], first: Tensor) -> list[Tensor]:
@@ -195,21 +213,6 @@ def _bases(matrices: list[Matrix], first: Tensor) -> list[Tensor]:
         bases += orthonormal(p).unbind()
         offset += p.numel()
     return bases
-
-
-def _largest(factors: list[Tensor]) -> list[Tensor]:
-    """The largest magnitude in each row of each factor [rank, columns], on the CPU: one wait for the device."""
-    found = torch.cat([q.abs().amax(1) for q in factors]).cpu()
-    return list(found.split([len(q) for q in factors]))
-
-
-def _normalised(matrix: Matrix, q: Tensor, largest: Tensor) -> Tensor:
-    """Q for the next step, from the sum [rank, columns]: only its span matters, so every row gets magnitude 1, and
-    gradients however small stay in range. A row of zeros (a gradient of zero) would be zero for ever: drawn anew."""
-    scale = largest.to(q.device).unsqueeze(1)
-    if bool((largest > 0).all()):
-        return q / scale
-    return torch.where(scale > 0, q / scale, drawn(matrix, 0, q))
 
 
 def _draws(found: Tensor | None) -> int:

@@ -192,7 +192,7 @@ class Board {
       return make("div", { class: "mm-figure" }, this.figures[key], make("span", {}, label));
     });
     this.root.append(make("div", { class: "mm-head" }, this.state, this.name, this.bar, this.count), this.reason,
-      make("div", { class: "mm-figures" }, ...figures));
+      make("div", { class: "mm-figures" }, ...figures), this.coded = make("p", { class: "mm-coded" }));
   }
 
   buildTools() {
@@ -291,6 +291,7 @@ class Board {
     this.bar.setAttribute("aria-valuenow", frame.step);
     for (const key of ["loss", "held_out", "tokens_per_s", "images_per_s", "seconds"]) put(this.figures[key], number(frame[key]));
     put(this.figures.left, ENDED.includes(frame.state) ? "–" : duration(frame.left));
+    put(this.coded, frame.compression ?? "");
     put(this.toggle, frame.state === "paused" ? "Resume" : "Pause");
     this.buttons.forEach((button) => { button.disabled = ENDED.includes(frame.state); });
     if ("phases" in changed) this.showPhases();

@@ -1,0 +1,159 @@
+"""`mmlab bench link`: which rank is on which host, what is refused, what it measures, and that nothing outlives it."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+
+import psutil
+import pytest
+
+from mmlab.cli import run_command
+from mmlab.cluster import netns
+from mmlab.cluster.link import cases, expected, refuse_useless, split
+from mmlab.cluster.netns import Shape
+from mmlab.errors import MmlabError
+from mmlab.plan import Plan
+
+LAPTOP = Plan.preset("laptop").with_("parallel.pp=1")
+MERGED = ("parallel.vision=first_stage", "parallel.vision_dp=0", "parallel.pp=1")
+TINY = (*MERGED, "parallel.dp=2", "data.path=shapes", "data.held_out=")
+possible = pytest.mark.skipif(
+    not sys.platform.startswith("linux") or os.geteuid() != 0 or not shutil.which("ip") or not shutil.which("tc"),
+    reason="network namespaces need Linux, root and iproute2",
+)
+
+
+def hosts(*changes):
+    return split(LAPTOP.with_(*changes).layout())
+
+
+def test_replicas_are_apart_and_what_computes_a_sample_is_together():
+    # an encoder, then the grid, stage-major
+    assert hosts("parallel.dp=2") == [0, 0, 1]
+    assert hosts("parallel.dp=2", "parallel.vision_dp=2") == [0, 1, 0, 1]
+    assert hosts("parallel.dp=3", "parallel.vision_dp=3") == [0, 0, 1, 0, 0, 1]
+    assert hosts(*MERGED, "parallel.dp=2", "parallel.tp=2") == [0, 0, 1, 1]
+    assert hosts(*MERGED, "parallel.dp=2", "parallel.cp=2") == [0, 0, 1, 1]
+    assert hosts(*MERGED, "parallel.dp=2", "parallel.pp=2") == [0, 1, 0, 1]  # both stages of a replica on its host
+
+
+def test_nodes_of_the_plan_are_kept_together():
+    # stage-major: the first node has both replicas of the first stage
+    assert hosts(*MERGED, "parallel.dp=2", "parallel.pp=2", "cluster.ranks_per_node=2") == [0, 0, 1, 1]
+    assert hosts(*MERGED, "parallel.dp=4", "cluster.ranks_per_node=1") == [0, 0, 1, 1]
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ((*MERGED, "parallel.dp=1"), "one rank"),
+        (("parallel.dp=1",), "one replica a module"),
+        ((*MERGED, "parallel.dp=1", "parallel.tp=2"), "one replica a module"),
+        (
+            ("parallel.dp=1", "parallel.vision_dp=2", "train.vision.frozen=true", "train.projector.frozen=true"),
+            "one re",
+        ),
+        ((*MERGED, "parallel.dp=2", "parallel.pp=2", "cluster.ranks_per_node=2"), "ranks_per_node"),
+    ],
+)
+def test_a_plan_that_reduces_nothing_between_the_hosts_is_refused_with_a_fix(changes, reason):
+    plan = LAPTOP.with_(*changes)
+    with pytest.raises(MmlabError, match=reason) as caught:
+        refuse_useless(plan, split(plan.layout()))
+    assert "parallel.dp=2" in str(caught.value)
+    fixed = plan.with_("parallel.dp=2", "cluster.ranks_per_node=0")
+    refuse_useless(fixed, split(fixed.layout()))
+
+
+def test_cases_are_changes_to_the_plan_with_dense_first():
+    found = dict(cases(LAPTOP.with_("parallel.dp=2"), ["int8", "powersgd:2", "none", "int8"]))
+    assert list(found) == ["none", "int8", "powersgd:2"]
+    assert all(plan.cluster.collectives == "gloo" for plan in found.values())
+    communication = found["powersgd:2"].communication
+    assert (communication.language.compressor, communication.language.rank) == ("powersgd", 2)
+    assert communication.vision.compressor == "none"  # one encoder has nobody to reduce with
+    for name in ("zip", "int8:3", "topk:much"):
+        with pytest.raises(MmlabError):
+            cases(LAPTOP.with_("parallel.dp=2"), [name])
+
+
+def test_a_step_by_bytes_alone():
+    assert expected(0.1, 12.5e6, Shape(1e8)) == pytest.approx(1.1)
+
+
+def test_the_command_refuses_in_one_line(capsys, monkeypatch):
+    command = ["bench", "link", "laptop", *TINY]
+    assert run_command([*command, "--rate", "quick"]) == 1
+    assert "such as 100mbit" in capsys.readouterr().err
+    assert run_command([*command, "--compressors", "zip"]) == 1
+    assert "not a compressor" in capsys.readouterr().err
+    assert run_command([*command, "parallel.dp=1"]) == 1
+    assert "one rank" in capsys.readouterr().err
+    monkeypatch.setattr(sys, "platform", "linux")
+    monkeypatch.setattr(shutil, "which", lambda name: name)
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    assert run_command(command) == 1
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1
+    assert "need root" in error
+
+
+@possible
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_compressors_are_measured_beside_dense(tmp_path, capsys):
+    file, before = tmp_path / "link.json", set(netns.NAMESPACES.iterdir()) if netns.NAMESPACES.is_dir() else set()
+    asked = ["--rate", "200mbit", "--seconds", "1", "--compressors", "bf16,powersgd:2", "--json", str(file)]
+    assert run_command(["bench", "link", "laptop", *TINY, "parallel.sharding=none", *asked]) == 0
+    found = json.loads(file.read_text())
+    assert found["hosts"] == [0, 1]
+    dense, half, factors = found["rows"]
+    assert [row["compressor"] for row in found["rows"]] == ["none", "bf16", "powersgd:2"]
+    assert half["handed"] == pytest.approx(dense["handed"] / 2, rel=1e-3)
+    for row in found["rows"]:
+        assert row["sent"] >= row["handed"]  # two ranks hand over what each of their hosts sends, without headers
+        assert row["equal_steps"][0] == dense["equal_steps"][0]
+    assert dense["sent"] < 1.15 * dense["handed"]
+    assert half["equal_steps"][1] == pytest.approx(dense["equal_steps"][1], rel=0.05)
+    assert dense["predicted"] == dense["ratio"] == 1.0 < half["predicted"] < factors["predicted"]
+    assert "powersgd:2" in capsys.readouterr().out
+    assert set(netns.NAMESPACES.iterdir()) == before
+
+
+def of(pid):
+    return [path.name for path in netns.NAMESPACES.iterdir() if path.name.startswith(f"mmlab-{pid}-")]
+
+
+@possible
+@pytest.mark.slow
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGHUP])
+def test_nothing_outlives_a_call_that_is_killed(how, tmp_path):
+    """SIGKILL leaves no time to clean up; SIGHUP, to all processes of the terminal, is its terminal gone."""
+    command = [sys.executable, "-m", "mmlab.cli", "bench", "link", "laptop", *TINY, "--seconds", "100"]
+    with open(tmp_path / "output", "wb") as output:
+        call = subprocess.Popen(command, stdout=output, stderr=output, start_new_session=True)
+    try:
+        ranks = []
+        while len(ranks) < 2:
+            assert call.poll() is None, (tmp_path / "output").read_text()
+            time.sleep(0.2)
+            ranks = [pid for name in of(call.pid) for pid in netns._pids(name)] if netns.NAMESPACES.is_dir() else []
+        if how == signal.SIGKILL:
+            call.kill()
+        else:
+            os.killpg(call.pid, how)
+        call.wait(10)
+        end = time.monotonic() + 10
+        while (of(call.pid) or any(psutil.pid_exists(pid) for pid in ranks)) and time.monotonic() < end:
+            time.sleep(0.1)
+        assert of(call.pid) == []
+        assert not any(psutil.pid_exists(pid) for pid in ranks)
+    finally:
+        if call.poll() is None:
+            call.kill()
+            call.wait(10)
