@@ -1,5 +1,7 @@
 """What ranks do in the tests of what compression keeps: train, change settings, save, load, say what they hold."""
 
+import gc
+import os
 from unittest.mock import patch
 
 import torch
@@ -218,3 +220,61 @@ def sums(ranks):
                 region = tuple(slice(o, o + n) for o, n in zip(offset, residual.shape, strict=True))
                 found.setdefault(name, torch.zeros(shape, dtype=torch.float64))[region] += residual
     return found
+
+
+def overflow(rank, world, host, port, plan_text):
+    """Steps of which the second overflows: (what is held, weights) before and after each."""
+    made = Kept(rank, world, host, port, plan_text)
+    found = []
+
+    def note():
+        found.append((made.held(), {name: value.clone() for name, value in made.runner.weights().items()}))
+
+    try:
+        made.train(1)
+        note()
+        scale, made.runner.scale.value = made.runner.scale.value, 2.0**40
+        made.train(1)
+        note()
+        made.runner.scale.value = scale
+        made.train(1)
+        note()
+        return found
+    finally:
+        made.runner.close()
+        made.close()
+
+
+def reading(made):
+    """What could leak: tensors and their bytes, what compression keeps, process groups, open files.
+
+    Images and token ids are left out: how many are on their way differs from step to step.
+    """
+    gc.collect()
+    tensors = [each for each in gc.get_objects() if isinstance(each, torch.Tensor)]
+    tensors = [t for t in tensors if t.dtype != torch.int64 and t.shape[-2:] != (64, 64)]
+    kept = sum(each.kept.bytes for each in made.reducer.keepers)
+    return {
+        "tensors": len(tensors), "bytes": sum(t.numel() * t.element_size() for t in tensors), "kept": kept,
+        "groups": len(dist.distributed_c10d._world.pg_map), "files": len(os.listdir("/proc/self/fd")),
+    }  # fmt: skip
+
+
+def toggle(rank, world, host, port, plan_text, rounds, changes):
+    """Live changes with a step after each, over and over: a reading and a sum of the weights' bits after each round."""
+    made = Kept(rank, world, host, port, plan_text)
+    made.reducer = made.built.reducer
+    readings, bits, finite = [], [], True
+    try:
+        for _ in range(rounds):
+            for values in changes:
+                made.set(values)
+                made.train(1)
+                weights = list(made.runner.weights().values())
+                finite = finite and all(bool(value.isfinite().all()) for value in weights)
+                bits.append(sum(int(value.view(torch.int32).long().sum()) for value in weights))
+            readings.append(reading(made))
+        return readings, bits, finite, made.losses
+    finally:
+        made.runner.close()
+        made.close()

@@ -3,8 +3,9 @@
 import kept_functions
 import pytest
 import sharding_functions
+import torch
 from live import make_plan
-from test_kept import compressed
+from test_kept import compressed, same
 
 EXACT = {f"precision.{module}": "fp64" for module in ("vision", "projector", "language")}
 TWO = ("parallel.vision=first_stage", "parallel.vision_dp=0", "parallel.dp=2")
@@ -70,3 +71,35 @@ def test_what_is_left_out_is_kept(pool, shards, layout):
         assert any(module in rank["seen"] for rank in ranks) == feedback
         assert (coding[0] > 0) == feedback
         assert (0 < coding[1] < 4 * coding[2]) == (settings.compressor != "none")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sharding", ["none", "zero2"])
+def test_a_step_that_overflows_leaves_what_is_kept(pool, shards, sharding):
+    half = {f"precision.{module}": "fp16" for module in ("vision", "projector", "language")}
+    plan = made(shards, half, *TWO, compressed("topk", "int8"), {"parallel.sharding": sharding})
+    for first, second, third in pool.run(kept_functions.overflow, plan.dumps(), ranks=2, timeout=90):
+        same(first[0], second[0])
+        assert all(torch.equal(second[1][name], value) for name, value in first[1].items())
+        assert not any(torch.equal(a[3], b[3]) for a, b in zip(second[0], third[0], strict=True) if "weight" in a[0])
+        assert all(value.isfinite().all() for value in third[1].values())
+
+
+COMPRESSORS = ("topk", "none", "powersgd", "bf16", "onebit", "int8", "fp16")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("sharding", ["none", "zero2"])
+def test_a_hundred_changes_leak_nothing(pool, shards, sharding):
+    """Five times through all compressors and all policies for residuals: the fifth time holds what the second held."""
+    known = [name for name in COMPRESSORS if not (sharding == "zero2" and name == "powersgd")]
+    changes = [compressed(name, name, residual=policy) for policy in ("flush", "keep", "drop") for name in known]
+    plan = made(shards, *TWO, {"parallel.sharding": sharding, "communication.measure_every": 0})
+    rounds = -(-100 // len(changes))
+    ranks = pool.run(kept_functions.toggle, plan.dumps(), rounds, changes, ranks=2, timeout=240)
+    for readings, bits, finite, losses in ranks:
+        assert finite
+        assert losses == ranks[0][3]
+        assert sharding == "zero2" or bits == ranks[0][1]
+        assert readings[2:] == [readings[1]] * (rounds - 2)

@@ -37,8 +37,7 @@ def whole_matrices(plan: Plan) -> Iterator[Problem]:
 def shared_residuals(plan: Plan) -> Iterator[Problem]:
     """zero3 keeps nothing whole, residuals neither."""
     for side, module, settings in _shared_out(plan):
-        feedback = settings.error_feedback and settings.compressor in ("int8", "topk", "onebit")
-        if not feedback or plan.parallel.sharding != "zero3":
+        if not settings.keeps_residual or settings.compressor == "powersgd" or plan.parallel.sharding != "zero3":
             continue
         message = (
             f"{settings.compressor} with error feedback keeps one number for each parameter of the {module} module on "
