@@ -93,8 +93,8 @@ class Piece:
 
     @property
     def residual_bytes(self) -> float:
-        """What compression has left out, fp32: a number for each parameter that trains, whole on every rank. (PowerSGD's
-        factors, `rank` rows of a matrix, are not counted.)"""
+        """What compression has left out, fp32: a number for each parameter that trains, whole on every rank. PowerSGD's
+        factors, `rank` rows as long as a matrix's, are not counted."""
         return _WEIGHT * self.trained if self.feedback else 0
 
 
