@@ -1,10 +1,12 @@
 """Which compressor has which options, and what a choice of one is refused for."""
 
+from pathlib import Path
+
 import pytest
 
 from mmlab.errors import PlanError
 from mmlab.plan import Plan, live_keys
-from mmlab.plan.compression import COMPRESSORS, GROUPS, OPTIONS, SHARED, live_values
+from mmlab.plan.compression import COMPRESSORS, GROUPS, OPTIONS, SHARED, checked, live_values
 from mmlab.plan.schema import GroupCommunication
 
 
@@ -50,3 +52,12 @@ def test_a_plan_may_say_what_a_run_can_be_told():
         defaults = GroupCommunication()
         values = live_values("all", compressor, {name: getattr(defaults, name) for name in (*options, *SHARED)})
         assert Plan.preset("laptop").with_(values).communication.vision.compressor == compressor
+
+
+def test_a_live_change_that_a_rule_refuses_is_refused():
+    plan = Plan.load(Path(__file__).parent.parent / "plans" / "deepspeed-zero1.toml")
+    with pytest.raises(PlanError, match="DeepSpeed reduces gradients itself"):
+        checked(plan, live_values("language", "topk", {}))
+    wrong = plan.with_("communication.vision.compressor=topk")  # what was wrong before does not count
+    changed = checked(wrong, {"communication.language.ratio": 0.1})
+    assert changed.communication.language.ratio == 0.1

@@ -1,5 +1,7 @@
 """Compression changed and measured while a run goes on: on one step by all ranks, in the log, replayed bit for bit."""
 
+import math
+
 import pytest
 from live import LiveRun, make_plan
 from typer.testing import CliRunner
@@ -9,6 +11,7 @@ from mmlab.errors import MmlabError, PlanError
 from mmlab.lab import Run
 from mmlab.messages import new_command, send
 from mmlab.messages.runs import create_run
+from mmlab.plan.compression import live_values
 from mmlab.plan.schema import MODULES
 
 PLAIN = ("parallel.vision=first_stage", "parallel.vision_dp=0", "parallel.pp=1", "parallel.dp=2")
@@ -116,3 +119,25 @@ def test_the_command_line_measures_a_run_that_goes_on(pool, shards, tmp_path):
     run.stop().wait()
     live.join()
     assert run.compression().rows[0].error < 0.05
+
+
+CYCLE = [
+    live_values("all", "topk", {"ratio": 0.05}),
+    live_values("all", "none", {"residual": "keep"}),
+    live_values("language", "powersgd", {"rank": 2}),
+    live_values("all", "onebit", {"residual": "drop"}),
+    live_values("all", "none", {"residual": "flush"}),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_a_hundred_changes_leave_nothing_behind(pool, shards):
+    plan = make_plan(shards, *PLAIN, "train.steps=1000", "cluster.collectives=shm")
+    pool.grow(2)
+    found = pool.run("compress_functions:toggled", plan.dumps(), CYCLE, 20, ranks=2, timeout=240)
+    for held, losses in found:
+        assert len(set(held[2:])) == 1, held  # the first rounds make what stays: optimizer, connections
+        assert all(math.isfinite(loss) for loss in losses)
+        assert losses[-1] < losses[0]
+    assert found[0][1] == found[1][1]
