@@ -10,6 +10,7 @@ are the mean of the last tenth of its steps, and the held-out loss at its end; n
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from bench_report import keep, machine, parser
@@ -37,7 +38,10 @@ def sides(steps: int) -> dict[str, tuple[str, ...]]:
     """Overrides of each side of a comparison over so many steps; the first is what the others are compared with."""
     warm = f"warmup_steps={steps // 5}"
     topk, powersgd = ("compressor=topk", "ratio=0.01"), ("compressor=powersgd", "rank=4")
-    frozen = ("train.optimizer=onebit_adam", "train.clip_norm=0", f"train.freeze_step={steps // 5}")
+    frozen = (
+        *("train.optimizer=onebit_adam", "train.clip_norm=0", f"train.freeze_step={steps // 5}"),
+        *(f"train.{module}.beta2=0.999" for module in ("vision", "projector", "language")),  # the paper's
+    )
     return {
         "none": (),
         "fp16": compressed("compressor=fp16"),
@@ -56,7 +60,7 @@ def sides(steps: int) -> dict[str, tuple[str, ...]]:
 
 def train(rank: int, world: int, host: str, port: int, plan_text: str) -> dict[str, Any]:
     """A rank of one training: "losses" of all steps, the "held_out" loss after them, "bytes" that all ranks hand to
-    reductions in the last one."""
+    reductions in the last one. Losses are infinite from where a training has diverged."""
     import torch
     import torch.distributed as dist
 
@@ -68,13 +72,13 @@ def train(rank: int, world: int, host: str, port: int, plan_text: str) -> dict[s
     from mmlab.train.build import build
     from mmlab.train.evaluate import Evaluator
     from mmlab.train.feed import Feed
-    from mmlab.train.step import HybridStep, Ride
+    from mmlab.train.step import HybridStep, NotFinite, Ride
 
     plan = Plan.loads(plan_text)
     mesh = build_mesh(plan, plan.layout(), rank, dist.TCPStore(host, port, is_master=False), torch.device("cpu"))
     feed = Feed(plan, mesh, DataSource(plan))
     runner = HybridStep(plan, mesh, build(plan, mesh), Watch())
-    losses = []
+    losses, held_out = [], math.inf
     try:
         feed.reset(feed.cursors, 0)
         for step in range(1, plan.train.steps + 1):
@@ -85,6 +89,8 @@ def train(rank: int, world: int, host: str, port: int, plan_text: str) -> dict[s
         evaluator = Evaluator(runner, plan, mesh)
         held_out = evaluator.losses(plan, plan.train.steps)["loss"]
         evaluator.close()
+    except NotFinite:  # of all ranks in the same step
+        losses.append(math.inf)
     finally:
         runner.close()
         feed.close()

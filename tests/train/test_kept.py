@@ -187,3 +187,21 @@ def test_a_live_run_restored_after_a_change_repeats_itself(pool, shards, tmp_pat
         "vision": "none", "projector": "none", "language": "topk",
     }  # fmt: skip
     assert all(c["residual"] > 0 for c in steps[9]["compression"].values())
+
+
+@pytest.mark.slow
+def test_a_compressor_that_the_new_layout_cannot_have_is_not_restored(pool, shards, tmp_path):
+    plan = make_plan(shards, *TWO, compressed("int8", "powersgd"), {"checkpoint.every_steps": 3, "train.steps": 4})
+    run = LiveRun(pool, plan, tmp_path / "run")
+    run.join()
+    other = plan.with_(compressed("none", "none"), {"parallel.sharding": "zero2", "train.steps": 5})
+    other.save(run.paths.plan)
+    again = LiveRun(pool, other, tmp_path / "run", generation=2, restore="latest")
+    again.join()
+    (warning,) = again.events("warning")
+    assert "powersgd has factors of whole matrices" in warning["message"]
+    steps = {e["step"]: e for e in again.events("step") if e["lineage"] == again.events("lineage")[-1]["id"]}
+    assert steps.keys() == {4, 5}
+    assert {m: (c["compressor"], c["residual"] > 0) for m, c in steps[5]["compression"].items()} == {
+        "vision": ("int8", True), "projector": ("int8", True),
+    }  # fmt: skip
