@@ -58,7 +58,9 @@ def restored(pool, plan, tmp_path, *changes):
     return held[0]
 
 
-@pytest.mark.parametrize(("vision", "language"), [("int8", "topk"), ("onebit", "powersgd")])
+@pytest.mark.parametrize(
+    ("vision", "language"), [pytest.param("int8", "topk", marks=pytest.mark.slow), ("onebit", "powersgd")]
+)
 def test_restore_goes_on_bit_for_bit(pool, shards, tmp_path, vision, language):
     held = restored(pool, make_plan(shards, *TWO, compressed(vision, language)), tmp_path)
     assert all(any(residual.any() for *_, residual, _, _ in rank) for rank in held)
