@@ -6,7 +6,8 @@ left out. Training only ever sees the sum of the rows, so another number of rank
 the parameter. Where it does not fit it is left out: PowerSGD then begins anew.
 
 The last stage's copy of a tied table has gradients and residuals of its own (`copy.residual`); in a layout without
-such a copy they belong to the table. What nobody keeps is not in the file.
+such a copy they belong to the table. What nobody keeps is not in the file. Under tensor parallelism with zero2 or zero3
+norms are not coded and keep nothing: what another layout had left out of them is dropped there.
 """
 
 from __future__ import annotations

@@ -43,6 +43,7 @@ LAYOUTS = {
         *TWO, "parallel.sharding=zero2", "sharding.reduce=microbatch", "parallel.microbatches=2",
         compressed("none", "topk"),
     ),
+    "zero2 over gloo": (*TWO, "parallel.sharding=zero2", "cluster.collectives=gloo", compressed("int8", "onebit")),
     "zero3": (*TWO, "parallel.sharding=zero3", compressed("onebit", "bf16")),
 }  # fmt: skip
 CASES = [pytest.param(name, marks=() if name == "data" else pytest.mark.slow) for name in LAYOUTS]
