@@ -72,7 +72,7 @@ def ledger(
     check_writable(json)
     found = open_run(run).ledger()
     for number in _steps(steps):
-        console().print(f"step {number}: {' '.join(found.samples(number))}", markup=False, soft_wrap=True)
+        console().print("\n  ".join([f"step {number}", *found.samples(number)]), markup=False, soft_wrap=True)
     console().print(str(found), markup=False, soft_wrap=True)
     write_results(json, found.to_json() if json else {})
     if not found.ok:
@@ -83,7 +83,10 @@ def _steps(text: str) -> range:
     """The steps that A or A:B names, both ends included; none for an empty text."""
     first, colon, last = text.partition(":")
     try:
-        return range(int(first), int(last if colon else first) + 1) if text else range(0)
+        found = range(int(first), int(last if colon else first) + 1) if text else range(0)
+        if text and not found:
+            raise ValueError
+        return found
     except ValueError:
         raise MmlabError(f"--steps {text}: write a step such as 12, or a first and a last such as 10:14") from None
 

@@ -10,8 +10,10 @@ from __future__ import annotations
 import contextlib
 import os
 import pickle
+import re
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -25,6 +27,7 @@ from types import TracebackType
 from typing import Any
 
 from mmlab.errors import MmlabError, RunFailed
+from mmlab.messages import process_alive, process_started
 
 GRACE = 0.5
 """Seconds that the other ranks get to report after the first one failed: the cause is then among several reports."""
@@ -132,6 +135,19 @@ class _Rank:
         self.connection.close()
 
 
+def _prefix() -> str:
+    """What names of pools' folders begin with on this host (several hosts, or containers, may share a folder)."""
+    return f"mmlab-pool-{socket.gethostname()}-"
+
+
+def _sweep() -> None:
+    """Remove the folders of pools whose process was killed."""
+    for folder in Path(tempfile.gettempdir()).glob("mmlab-pool-*"):
+        found = re.fullmatch(r"(\d+)-(\d+)-\w+", folder.name.removeprefix(_prefix()))
+        if found and not process_alive(int(found[1]), float(found[2])):
+            shutil.rmtree(folder, ignore_errors=True)
+
+
 class RankPool:
     """`n` warm rank processes; `threads` torch threads each, on `hosts` (one a rank; those beyond it, here).
 
@@ -142,7 +158,8 @@ class RankPool:
         self.n = n
         self.threads = threads
         self._hosts = tuple(hosts)
-        self._folder = Path(tempfile.mkdtemp(prefix="mmlab-pool-"))
+        _sweep()
+        self._folder = Path(tempfile.mkdtemp(prefix=f"{_prefix()}{os.getpid()}-{process_started(os.getpid()):.0f}-"))
         self._ranks: list[_Rank] = []
         self._start()
 

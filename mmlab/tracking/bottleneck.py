@@ -18,6 +18,9 @@ WINDOW = 20
 """Last steps over which times are averaged."""
 SKIPPED = 2
 """First steps of a run, which make buffers and are left out as soon as there are others."""
+CODING = 1e9
+"""Bytes a second that a link must carry for compression not to pay: coding and decoding take a core about 4 ms for a
+bucket of 4 MB (`tests/benchmarks/coded_sums.py`), shared memory less than one."""
 NOTICED = 0.1
 """Share of a step below which nothing is said to hold a run back: two cores' noise is as large."""
 _SUBJECTS = {"data": "Data hold", "communication": "Communication holds"}
@@ -90,13 +93,16 @@ class Bottleneck(Table):
 
     def _communication(self, steps: list[Mapping[str, Any]]) -> Wait:
         """What is not hidden behind backward, and what coding costs."""
-        seconds = sum(self._exposed(steps, module) for module in MODULES)
+        seconds = sum(self._waited(steps, module) + self._coding(steps, module) for module in MODULES)
         return self._wait("communication", seconds, "waiting for gradients and coding them, where it takes longest")
 
     @staticmethod
-    def _exposed(steps: list[Mapping[str, Any]], module: str) -> float:
-        waited = _mean(step.get("communication", {}).get(module, {}).get("exposed", 0.0) for step in steps)
-        return waited + _mean(step.get("compression", {}).get(module, {}).get("seconds", 0.0) for step in steps)
+    def _waited(steps: list[Mapping[str, Any]], module: str) -> float:
+        return _mean(step.get("communication", {}).get(module, {}).get("exposed", 0.0) for step in steps)
+
+    @staticmethod
+    def _coding(steps: list[Mapping[str, Any]], module: str) -> float:
+        return _mean(step.get("compression", {}).get(module, {}).get("seconds", 0.0) for step in steps)
 
     def _ideas(self, steps: list[Mapping[str, Any]]) -> Iterator[Changes]:
         """What may help against the cause, the likeliest first."""
@@ -115,13 +121,34 @@ class Bottleneck(Table):
             yield (f"parallel.microbatches={2 * p.microbatches}",)
             yield ("parallel.schedule=zb_h1",) if p.schedule != "zb_h1" else ("parallel.balance=measured",)
         elif self.cause == "communication":
-            most = max(MODULES, key=lambda module: self._exposed(steps, module))
-            side = "vision" if beside_encoder(plan, most) else "language"
-            for compressor in ("powersgd", "bf16"):
-                if getattr(plan.communication, side).compressor != compressor:
-                    yield (f"communication.{side}.compressor={compressor}",)
+            yield from self._less_communication(steps)
         elif self.cause == "optimizer":
             yield ("parallel.sharding=zero1",)
+
+    def _less_communication(self, steps: list[Mapping[str, Any]]) -> Iterator[Changes]:
+        """Less coding where that takes longer than the wait, fewer bytes where the link is slower than coding is; else
+        more computing for each reduction."""
+        plan = self.plan
+        most = max(MODULES, key=lambda module: self._waited(steps, module) + self._coding(steps, module))
+        side = "vision" if beside_encoder(plan, most) else "language"
+        compressor = f"communication.{side}.compressor"
+        now = steps[-1].get("compression", {}).get(most, {}).get("compressor", "none")
+        if now != "none" and self._coding(steps, most) > self._waited(steps, most):
+            yield (f"{compressor}=none",)
+        elif self._speed(steps, most) < CODING and getattr(plan.communication, side).compressor == now:
+            if now in ("none", "bf16", "fp16", "int8"):
+                yield (f"{compressor}=powersgd",)
+            if now == "none":
+                yield (f"{compressor}=bf16",)
+        samples, microbatches = 2 * plan.data.global_batch, 2 * plan.parallel.microbatches
+        yield (f"data.global_batch={samples}", f"parallel.microbatches={microbatches}")
+
+    def _speed(self, steps: list[Mapping[str, Any]], module: str) -> float:
+        """Bytes a second at which a rank's gradients were reduced."""
+        told = [s for s in steps if module in s.get("communication", {}) and module in s.get("traffic", {})]
+        ranks = sum(map(len, self.plan.layout().groups(module)))
+        seconds = _mean(step["communication"][module]["seconds"] for step in told)
+        return _mean(sum(step["traffic"][module]) for step in told) / ranks / seconds if seconds else 0.0
 
     @property
     def sentence(self) -> str:

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from mmlab.plan.schema import MODULES
+from mmlab.plan.schema import MODULES, GroupCommunication
 from mmlab.tracking.tables import Table, milliseconds, size
 
 WINDOW = 20
@@ -23,13 +23,14 @@ class ModuleCompression:
     """What coded them in the last step: "none" also while a warm-up lasts."""
     options: dict[str, Any] = field(default_factory=dict)
     """The fields of the plan that say how."""
-    bytes: float = 0.0
-    """What its ranks together hand to collectives, bytes a step as counted."""
-    dense: float = 0.0
+    bytes: float | None = None
+    """What its ranks together hand to collectives, bytes a step as counted; None where FSDP2 sums the gradients (they
+    are then part of the "sharding" axis of the run's traffic)."""
+    dense: float | None = None
     """What they would hand over without compression, bytes a step."""
-    seconds: float = 0.0
+    seconds: float | None = None
     """How long gradients were under way, seconds a step (on the rank where it was longest)."""
-    exposed: float = 0.0
+    exposed: float | None = None
     """How long of it the rank waited."""
     coding: float | None = None
     """Seconds a step spent coding (on the rank where it was longest); None without compression."""
@@ -47,7 +48,7 @@ class ModuleCompression:
     @property
     def ratio(self) -> float:
         """How many times fewer bytes than without compression."""
-        return self.dense / self.bytes if self.bytes else 1.0
+        return self.dense / self.bytes if self.dense and self.bytes else 1.0
 
 
 class CompressionTable(Table):
@@ -57,39 +58,26 @@ class CompressionTable(Table):
     of them has no gradient.
     """
 
-    header = (
-        "gradients of", "compressor", "a step", "dense", "ratio", "under way", "waited", "coding", "left out so far",
-        "relative error", "kept",
-    )  # fmt: skip
+    header = ("gradients", "compressor", "bytes a step", "time a step", "left out", "error")
     nothing = (
-        "no reduced gradients were counted: no step has ended yet, each module has one rank or is sharded by FSDP2, or "
-        "tracking.telemetry is off"
+        "no reduced gradients were counted: no step has ended yet, each module has one rank or is shared out without "
+        "compression, or tracking.telemetry is off"
     )
 
     def __init__(self, steps: Iterable[Step]) -> None:
         done = list(steps)
-        self.rows = [_row(m, done) for m in MODULES if done and m in done[-1].get("communication", {})]
+        self.rows = [_row(m, done) for m in MODULES if done and _reduced(done[-1], m)]
         self.norms = _norm_ratio(done[-WINDOW:])
 
     @property
     def cells(self) -> list[tuple[str, ...]]:
-        """Module, compressor, bytes and seconds, residual, error, state: as shown."""
+        """Module, compressor with the options that are not the plan's defaults, bytes, seconds, residual and what is
+        kept, error: as shown, several lines a cell so that a row fits a terminal."""
         return [
-            (
-                row.module,
-                " ".join([row.compressor, *(f"{name}={value}" for name, value in row.options.items())]),
-                size(row.bytes),
-                size(row.dense),
-                f"{row.ratio:.3g} x",
-                milliseconds(row.seconds),
-                milliseconds(row.exposed),
-                milliseconds(row.coding),
-                _left_out(row),
-                "" if row.error is None else f"{row.error:.3g} in step {row.error_step}",
-                size(row.kept) if row.kept else "",
-            )
+            (row.module, _chosen(row), _bytes(row), _times(row), _left_out(row),
+             "" if row.error is None else f"{row.error:.3g}\nstep {row.error_step}")
             for row in self.rows
-        ]
+        ]  # fmt: skip
 
     @property
     def below(self) -> str:
@@ -99,11 +87,33 @@ class CompressionTable(Table):
         return f"gradient norm of vision / language: {self.norms:.3g} (mean of the last {WINDOW} steps at most)"
 
 
+def _chosen(row: ModuleCompression) -> str:
+    defaults = GroupCommunication()
+    changed = {name: value for name, value in row.options.items() if value != getattr(defaults, name)}
+    lines = ["no feedback" if name == "error_feedback" else f"{name}={value}" for name, value in changed.items()]
+    return "\n".join([row.compressor, *lines])
+
+
+def _bytes(row: ModuleCompression) -> str:
+    if row.bytes is None:
+        return "with sharding"
+    return f"{size(row.bytes)}\nof {size(row.dense)}" + (f"\n{row.ratio:.3g} x less" if row.ratio != 1.0 else "")
+
+
+def _times(row: ModuleCompression) -> str:
+    lines = [] if row.exposed is None else [f"waited {milliseconds(row.exposed)}", f"of {milliseconds(row.seconds)}"]
+    return "\n".join(lines + ([] if row.coding is None else [f"coding {milliseconds(row.coding)}"]))
+
+
 def _left_out(row: ModuleCompression) -> str:
-    if row.residual is None:
-        return ""
-    share = "" if row.residual_share is None else f" ({row.residual_share:.3g} of the gradient)"
-    return f"{row.residual:.3g}{share}"
+    lines = [] if row.residual is None else [f"{row.residual:.3g}"]
+    lines += [] if row.residual_share is None else [f"{row.residual_share:.3g} of norm"]
+    return "\n".join(lines + ([f"{size(row.kept)} kept"] if row.kept else []))
+
+
+def _reduced(step: Step, module: str) -> bool:
+    """Whether a step has something to tell about the reduction of a module's gradients."""
+    return module in step.get("communication", {}) or module in step.get("compression", {})
 
 
 def _setting(step: Step, module: str) -> tuple[str, dict[str, Any]]:
@@ -118,12 +128,13 @@ def _row(module: str, done: list[Step]) -> ModuleCompression:
     compressor, options = _setting(last, module)
     alike = []
     for step in reversed(done):
-        if module not in step.get("communication", {}) or _setting(step, module) != (compressor, options):
+        if not _reduced(step, module) or _setting(step, module) != (compressor, options):
             break
         alike.append(step)
     recent = alike[:WINDOW]
     coded = [step["compression"][module] for step in recent if module in step.get("compression", {})]
-    counted = _mean(sum(step["traffic"][module]) for step in recent)
+    timed = [step["communication"][module] for step in recent if module in step.get("communication", {})]
+    counted = _mean(sum(step["traffic"][module]) for step in recent if module in step["traffic"]) if timed else None
     measured = next((s for s in alike if s.get("compression", {}).get(module, {}).get("error") is not None), None)
     residual = coded[0]["residual"] if coded else None
     norm = last.get("grad_norm", {}).get(module)
@@ -133,8 +144,8 @@ def _row(module: str, done: list[Step]) -> ModuleCompression:
         options,
         bytes=counted,
         dense=coded[0]["dense"] if coded else counted,
-        seconds=_mean(step["communication"][module]["seconds"] for step in recent),
-        exposed=_mean(step["communication"][module]["exposed"] for step in recent),
+        seconds=_mean(t["seconds"] for t in timed) if timed else None,
+        exposed=_mean(t["exposed"] for t in timed) if timed else None,
         coding=_mean(c["seconds"] for c in coded) if coded and compressor != "none" else None,
         residual=residual or None,
         residual_share=residual / norm if residual and norm else None,

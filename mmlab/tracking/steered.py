@@ -72,7 +72,7 @@ class Steered:
         plan = self._record.live_plan()
         for key, value in values.items():  # one at a time: one sentence about the first that is wrong
             set_live(plan, {key: value})
-        return self.set(values)
+        return Sent("compress", self.set(values).id, self._record.paths.control)
 
     def measure_compression(self) -> Sent:
         """Reduce the next step's gradients also without compression, to see how far off the compressed ones are.

@@ -18,6 +18,7 @@ from mmlab.parallel.watch import Watch
 from mmlab.plan import Plan, live_keys, set_live
 from mmlab.plan.compression import OPTIONS, checked
 from mmlab.plan.keys import flatten, get
+from mmlab.plan.schema import MODULES
 from mmlab.train import checkpoint
 from mmlab.train.build import Built, communication
 from mmlab.train.control import Aborted, Boundary, Channel, Listener
@@ -248,9 +249,12 @@ class Session:
         number, groups = self.steering.step + 1, self.mesh.layout.groups
         if number > self.plan.train.steps:
             raise PlanError("the run has done its last step")
-        reduced = {m: s.at(number) for m, s in communication(self.plan).items() if any(len(g) > 1 for g in groups(m))}
-        if all(settings.compressor == "none" for settings in reduced.values()):
-            raise PlanError(f"no gradients are compressed in step {number}, so there is nothing to measure")
+        trained = [m for m in MODULES if not getattr(self.plan.train, m).frozen and any(len(g) > 1 for g in groups(m))]
+        asked = [communication(self.plan)[m] for m in trained]
+        if all(settings.at(number).compressor == "none" for settings in asked):
+            later = any(settings.compressor != "none" for settings in asked)
+            why = ": the warm-up without compression lasts" if later else ""
+            raise PlanError(f"no gradients are compressed in step {number}, so there is nothing to measure{why}")
         self.runner.measure_next = True
         return f"step {number} is also reduced without compression"
 

@@ -25,6 +25,7 @@ def quickstart(vision=None, first=None, last=None):
 BUSY = {"forward": 0.07, "backward": 0.1}
 SMALL = ("data.global_batch=4", "parallel.microbatches=4")
 TWICE = ("parallel.dp=2", "parallel.tp=1")
+SENT = {"language": [1e6, 1e6]}
 EXPOSED = {"language": {"seconds": 0.1, "exposed": 0.09}, "vision": {"seconds": 0.05, "exposed": 0.02}}
 CASES = [
     ("data", (), quickstart({"data": 0.08}, {"exchange": 0.05} | BUSY, {"pipeline": 0.1}), {}, "data.workers=1"),
@@ -33,7 +34,7 @@ CASES = [
     ("pipeline", (), quickstart({}, {"pipeline": 0.05}, {"pipeline": 0.04}), {}, "parallel.microbatches=4"),
     ("pipeline", SMALL, quickstart({}, {"pipeline": 0.05}, {"pipeline": 0.04}), {}, "parallel.schedule=zb_h1"),
     ("optimizer", TWICE, quickstart({}, {"optimizer": 0.03}, {"optimizer": 0.04}), {}, "parallel.sharding=zero1"),
-    ("communication", TWICE, quickstart({}, BUSY, BUSY), {"communication": EXPOSED},
+    ("communication", TWICE, quickstart({}, BUSY, BUSY), {"communication": EXPOSED, "traffic": SENT},
      "communication.language.compressor=powersgd"),
 ]  # fmt: skip
 
@@ -50,12 +51,36 @@ def test_the_cause_is_named_with_its_time_and_something_to_try(cause, changes, r
     assert f"Try {hint}." in str(found)
 
 
-def test_communication_counts_what_coding_costs():
-    plan = Plan.preset("quickstart").with_(*TWICE, "communication.language.compressor=powersgd")
-    more = {"communication": {"language": {"exposed": 0.01}}, "compression": {"language": {"seconds": 0.05}}}
+LARGER = ("data.global_batch=16", "parallel.microbatches=4")
+
+
+@pytest.mark.parametrize(
+    ("now", "megabytes", "waited", "coding", "changes"),
+    [
+        ("none", 1, 0.09, 0.0, ("communication.language.compressor=powersgd",)),
+        ("none", 500, 0.09, 0.0, LARGER),  # 2.5 GB/s: faster than coding
+        ("int8", 1, 0.06, 0.01, ("communication.language.compressor=powersgd",)),
+        ("powersgd", 1, 0.06, 0.01, LARGER),
+        ("powersgd", 1, 0.01, 0.05, ("communication.language.compressor=none",)),
+    ],
+)
+def test_fewer_bytes_are_suggested_where_the_link_is_slow_and_less_coding_where_that_is(
+    now, megabytes, waited, coding, changes
+):
+    plan = Plan.preset("quickstart").with_(*TWICE, "data.global_batch=8", f"communication.language.compressor={now}")
+    more = {
+        "communication": {"language": {"seconds": 0.1, "exposed": waited}},
+        "traffic": {"language": [megabytes * 1e6, megabytes * 1e6]},
+    } | ({} if now == "none" else {"compression": {"language": {"compressor": now, "seconds": coding}}})
     found = Bottleneck(plan, steps(quickstart({}, BUSY, BUSY), **more))
-    assert found.waits[0].seconds == pytest.approx(0.06)
-    assert found.changes == ("communication.language.compressor=bf16",)
+    assert found.waits[0].seconds == pytest.approx(waited + coding)
+    assert found.changes == changes
+
+
+def test_a_compressor_that_waits_for_its_warm_up_is_not_suggested():
+    plan = Plan.preset("quickstart").with_(*TWICE, "data.global_batch=8", "communication.language.compressor=powersgd")
+    found = Bottleneck(plan, steps(quickstart({}, BUSY, BUSY), communication=EXPOSED, traffic=SENT))
+    assert found.changes == LARGER
 
 
 def test_a_run_that_only_computes_is_held_back_by_nothing():

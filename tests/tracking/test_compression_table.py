@@ -46,9 +46,11 @@ def test_what_another_compressor_or_setting_did_does_not_count():
 def test_it_shows_as_text_and_html():
     table = CompressionTable([step(1), step(2, POWERSGD, error=0.25)])
     text = str(table)
-    for part in ("powersgd rank=4", "2 kB", "8 kB", "4 x", "20.00 ms", "4.00 ms", "3 (1.5 of the gradient)",
-                 "0.25 in step 2", "gradient norm of vision / language: 0.5"):  # fmt: skip
+    for part in ("powersgd", "2 kB", "of 8 kB", "4 x less", "of 20.00 ms", "coding 4.00 ms", "1.5 of norm",
+                 "0.25", "step 2", "gradient norm of vision / language: 0.5"):  # fmt: skip
         assert part in text
+    assert "rank" not in text  # 4 is the default
+    assert max(map(len, text.splitlines())) <= 80
     bundle = table._repr_mimebundle_()
     assert bundle["text/plain"] == text
     assert bundle["text/html"].count("<tr>") == 3
@@ -66,3 +68,16 @@ def test_a_residual_that_is_not_finite_is_not_shown():
     row = CompressionTable([step(1, POWERSGD, residual=None)]).rows[1]
     assert (row.residual, row.residual_share) == (None, None)
     assert math.isfinite(row.bytes)
+
+
+def test_a_module_that_is_shared_out_has_a_row_without_bytes_of_its_own():
+    coded = {"language": POWERSGD | {"options": {"rank": 16, "error_feedback": False}, "seconds": 0.004,
+                                     "residual": 0.5, "dense": 0, "kept": 4000, "error": 0.25}}  # fmt: skip
+    found = {"step": 1, "grad_norm": {"language": 2.0}, "traffic": {"sharding": [9]}, "compression": coded}
+    (row,) = CompressionTable([found]).rows
+    assert (row.bytes, row.seconds, row.coding, row.residual, row.error) == (None, None, 0.004, 0.5, 0.25)
+    text = str(CompressionTable([found]))
+    assert "with sharding" in text
+    assert "rank=16" in text
+    assert "no feedback" in text
+    assert max(map(len, text.splitlines())) <= 80

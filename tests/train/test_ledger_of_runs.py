@@ -44,10 +44,11 @@ def test_a_restore_takes_steps_back_and_no_sample_is_lost(pool, shards, tmp_path
     results = tmp_path / "ledger.json"
     assert run_command(["ledger", str(record.paths.root), "--steps", "2:3", "--json", str(results)]) == 0
     shown = capfd.readouterr().out
-    assert shown.startswith(f"step 2: {ledger.samples(2)[0]} ")
+    assert shown.startswith(f"step 2\n  {ledger.samples(2)[0]}\n")
     assert "none lost, none twice" in shown
     assert json.loads(results.read_text())["samples"]["3"] == ledger.samples(3)
     assert run_command(["ledger", str(record.paths.root), "--steps", "x"]) == 1
+    assert run_command(["ledger", str(record.paths.root), "--steps", "3:2"]) == 1
 
     text = record.paths.ledger.read_text().splitlines(keepends=True)
     record.paths.ledger.write_text("".join(line for line in text if '"step":8' not in line))

@@ -69,7 +69,7 @@ def test_report_shows_figures_curves_pictures_schedule_layout_and_commands(whole
     page = Page(write_report(whole.dir).read_text())
     says = page.says()
     assert "Compressed gradients" in says
-    assert "powersgd rank=4 50 kB 900 kB 18 x" in says
+    assert "powersgd 50 kB of 900 kB 18 x less" in says
     for part in (
         "finished", "120 of 120", "held-out loss", "1.40 ×", "Loss by step", "Tokens a second", "Images a second",
         "Time per phase for each rank", "as planned", "step 120, as measured", "Placement of ranks", "node 0",
