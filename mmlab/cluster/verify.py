@@ -10,6 +10,7 @@ from typing import Any
 
 from mmlab.cluster.pool import RankPool, borrowed
 from mmlab.plan import Plan, check_platform
+from mmlab.plan.compression import GROUPS
 from mmlab.plan.schema import MODULES
 
 FLOAT64_BOUND = 1e-9
@@ -22,11 +23,19 @@ TIMEOUT = 900.0
 
 
 def in_precision(plan: Plan, precision: str | None) -> Plan:
-    """The plan as verify runs it: no warm-up, on CPU, and `precision` (None: its own) in every module."""
+    """The plan as verify runs it: no warm-up, on CPU, gradients as they are (compressed ones differ by design), and
+    `precision` (None: its own) in every module."""
     changes: dict[str, Any] = {f"train.{m}.warmup_steps": 0 for m in MODULES} | {"cluster.device": "cpu"}
+    changes |= {f"communication.{side}.compressor": "none" for side in GROUPS}
     if precision is not None:
         changes |= {f"precision.{m}": precision for m in MODULES}
     return plan.with_(changes)
+
+
+def left_off(plan: Plan) -> dict[str, str]:
+    """The compressors that a plan has and verify runs without, by group."""
+    found = {side: getattr(plan.communication, side).compressor for side in GROUPS}
+    return {side: compressor for side, compressor in found.items() if compressor != "none"}
 
 
 def verify(
@@ -35,7 +44,8 @@ def verify(
     """Run the plan and one process from the same seed and data and compare every gradient and weight.
 
     Float64 for `steps` optimizer steps, then step 1 in the plan's own precision. `pool` reuses warm ranks. Returns
-    max_rel_loss, max_rel_grad, max_rel_param, worst (names), own_precision, ok, losses, world_size, plan, seconds.
+    max_rel_loss, max_rel_grad, max_rel_param, worst (names), own_precision, ok, losses, world_size, plan, seconds, and
+    compressors_off (those that the plan has and the comparison runs without).
     PlanError when the plan has problems; MmlabError with what is wrong with its data or weights; RankError when a rank
     fails otherwise.
     """
@@ -45,7 +55,8 @@ def verify(
     say = progress or (lambda text: None)
     with borrowed(plan.world_size, pool) as own, tempfile.TemporaryDirectory(prefix="mmlab-verify-") as folder:
         found = _verify(plan, steps, say, own, Path(folder))
-    return found | {"world_size": plan.world_size, "plan": plan.dumps(), "seconds": round(time.monotonic() - began, 3)}
+    about = {"world_size": plan.world_size, "plan": plan.dumps(), "compressors_off": left_off(plan)}
+    return found | about | {"seconds": round(time.monotonic() - began, 3)}
 
 
 def _verify(plan: Plan, steps: int, say: Callable[[str], None], pool: RankPool, folder: Path) -> dict[str, Any]:

@@ -64,6 +64,23 @@ class Bucket(Packed):
     started: float = 0.0
     ended: float = 0.0
 
+    @property
+    def bytes(self) -> int:
+        """Memory of the gradients."""
+        return self.flat.numel() * self.flat.element_size()
+
+    def residual(self) -> Tensor:
+        """A residual of zeros, flat."""
+        return torch.zeros_like(self.flat)
+
+    def parts(self, flat: Tensor) -> Iterator[tuple[str, Tensor]]:
+        """(name, values in the parameter's shape) of each member, from a flat tensor like that of the gradients."""
+        return self.views(flat)
+
+    def put(self, flat: Tensor, name: str, value: Tensor) -> None:
+        """Write a member's values into such a tensor."""
+        dict(self.views(flat))[name].copy_(value)
+
     @classmethod
     def of(cls, module: str, members: list[Trained], undoable: bool = False) -> Bucket:
         """A bucket that waits for all its members."""

@@ -23,6 +23,7 @@ from torch import Tensor
 from mmlab.parallel.buckets import Bucket, Trained, local_tensor, split, split_over_tp
 from mmlab.parallel.compression.sums import BucketSum, DenseSum, make_sum
 from mmlab.parallel.compression.wire import Wire
+from mmlab.parallel.scatter import ScatterSums, Unit
 from mmlab.parallel.tensor import TensorGroup
 from mmlab.parallel.traffic import Traffic
 from mmlab.plan.schema import MODULES, GroupCommunication
@@ -76,6 +77,7 @@ class Reducer:
         tp: the tensor group, for gradients that are partial over it.
         traffic: where the bytes of the data-parallel groups are counted.
         undoable: whether a step may turn out to be left out (fp16), see `undo`.
+        sharded: the reductions inside backward of modules that FSDP2 holds.
 
     `grads[name]` is a view of a parameter's gradient, in the parameter's local shape. `unit` is what gradients are
     multiplied by (the loss scale), `measure` whether the coming step is also reduced without compression. `share`, if
@@ -90,8 +92,10 @@ class Reducer:
         tp: TensorGroup | None = None,
         traffic: Traffic | None = None,
         undoable: bool = False,
+        sharded: Mapping[str, ScatterSums] | None = None,
     ) -> None:
         self.trained, self.tp = trained, tp or TensorGroup()
+        self.sharded = dict(sharded or {})
         self.wires = {m: Wire(group, m, traffic) for m, group in groups.items() if group is not None}
         self.settings: dict[str, GroupCommunication] = {}
         self.sums: dict[str, BucketSum] = {module: DenseSum() for module in MODULES}
@@ -166,9 +170,11 @@ class Reducer:
             if now == before:
                 continue
             self.settings[module], self.sums[module] = now, make_sum(now)
+            if module in self.sharded:
+                self.sharded[module].sum = self.sums[module]
             if before is None or before.compressor == now.compressor or restored:
                 continue
-            for kept in (bucket.kept for bucket in self.packed if bucket.module == module):
+            for kept in (each.kept for each in self.keepers if each.module == module):
                 kept.factors = {}
                 if now.residual == "drop":
                     kept.residual = None
@@ -177,6 +183,18 @@ class Reducer:
     def packed(self) -> list[Bucket]:
         """All buckets, in the same order on all ranks of a group."""
         return [*self.buckets, *self.partial]
+
+    @property
+    def keepers(self) -> list[Bucket | Unit]:
+        """All that keep something between steps: buckets, then the units of what FSDP2 holds."""
+        return [*self.packed, *(unit for sums in self.sharded.values() for unit in sums.units)]
+
+    def begin(self, unit: float, measure: bool) -> None:
+        """A step begins: its gradients are `unit` times the real ones, and also reduced without compression to
+        `measure`."""
+        self.unit, self.measure = unit, measure
+        for sums in self.sharded.values():
+            sums.begin(unit, measure)
 
     def _start(self, bucket: Bucket) -> None:
         wire = self.wires.get(bucket.module)
@@ -218,6 +236,7 @@ class Reducer:
             self._start(bucket)
         self._wait()
         self._take_sharded()
+        self._take_coding()
 
     def _take_sharded(self) -> None:
         """Gradients that FSDP2 has summed over the data-parallel ranks."""
@@ -228,12 +247,18 @@ class Reducer:
                 t.param.grad = None
         partial = [self.grads[t.name] for t in self.trained if t.sharded and t.partial_over_tp]
         if partial and self.tp.size > 1:
-            flat = torch.cat([grad.flatten() for grad in partial])
-            self.tp.all_reduce(flat)
-            torch._foreach_copy_(
-                partial,
-                [g.view(p.shape) for p, g in zip(partial, flat.split([p.numel() for p in partial]), strict=True)],
-            )
+            _sum_together(partial, self.tp.all_reduce)
+
+    def _dense_shards(self) -> dict[str, tuple[str, Tensor]]:
+        """(module, this rank's rows of the sum without compression) of what FSDP2 holds and this step measured."""
+        units = [unit for sums in self.sharded.values() for unit in sums.units if unit.dense is not None]
+        found = [(t, part) for unit in units if unit.dense is not None for t, part in unit.laid.mine(unit.dense)]
+        partial = [part for t, part in found if t.partial_over_tp]
+        if partial and self.tp.size > 1:
+            _sum_together(partial, lambda flat: dist.all_reduce(flat, group=self.tp.group))  # measuring: not counted
+        for unit in units:
+            unit.dense = None
+        return {t.name: (t.module, part) for t, part in found if t.counted}
 
     def _wait(self) -> None:
         """Wait for all rounds of all buckets. Rounds that are left are started in one order on every rank: the second
@@ -258,43 +283,44 @@ class Reducer:
         }
         self._armed.clear()
         self._next = 0
-        self._take_coding()
 
     def _take_coding(self) -> None:
         """What compression cost and lost, from all buckets."""
         residual: dict[str, tuple[str, Tensor]] = {}
-        dense: dict[str, tuple[str, Tensor]] = {}
-        error: dict[str, tuple[str, Tensor]] = {}
         mine = {t.name for t in self.trained if t.once}
         counted = {t.name for t in self.trained if t.counted}
+        for each in self.keepers:
+            if each.kept.residual is not None:
+                residual |= {n: (each.module, v) for n, v in each.parts(each.kept.residual) if n in mine}
+        dense = self._dense_shards()
         for bucket in self.packed:
-            if bucket.kept.residual is not None:
-                residual |= {n: (bucket.module, v) for n, v in bucket.views(bucket.kept.residual) if n in mine}
             if bucket.dense is not None:
                 self.wires[bucket.module].uncounted.all_reduce(bucket.dense).wait()
                 dense |= {n: (bucket.module, v) for n, v in bucket.views(bucket.dense) if n in counted}
-                error |= {n: (m, self.grads[n] - v) for n, (m, v) in dense.items() if n in bucket.shapes}
                 bucket.dense = None
+        error = {n: (m, self.grads[n] - v) for n, (m, v) in dense.items()}
         found = [squared_norms(MODULES, part.values()).tolist() for part in (residual, error, dense)]
         unit = self.unit**2  # residuals are kept without it
-        sizes = {m: [b for b in self.packed if b.module == m and m in self.wires] for m in MODULES}
+        held = [each for each in self.keepers if each.module in self.wires]
         self.coding = {
             m: Coding(
-                self._seconds[m],
+                self._seconds[m] + (self.sharded[m].seconds if m in self.sharded else 0.0),
                 found[0][i],
                 found[1][i] / unit,
                 found[2][i] / unit,
-                sum(b.flat.numel() * b.flat.element_size() for b in sizes[m]),
-                sum(b.kept.bytes for b in sizes[m]),
+                sum(each.bytes for each in held if each.module == m),
+                sum(each.kept.bytes for each in held if each.module == m),
             )
             for i, m in enumerate(MODULES)
         }
         self._seconds = dict.fromkeys(MODULES, 0.0)
+        for sums in self.sharded.values():
+            sums.seconds = 0.0
 
     def undo(self) -> None:
         """The step's update is left out (an overflow in fp16): residuals are again what they were before it."""
-        for bucket in self.packed:
-            bucket.kept.undo()
+        for each in self.keepers:
+            each.kept.undo()
 
     def release(self) -> None:
         """Forget the gradients that are made anew in each step (the sharded ones)."""
@@ -312,6 +338,14 @@ class Reducer:
         flats += [self.grads[t.name] for t in self.trained if t.sharded]
         if factor != 1.0 and flats:
             torch._foreach_mul_(flats, factor)
+
+
+def _sum_together(tensors: list[Tensor], all_reduce: Callable[[Tensor], object]) -> None:
+    """Sum tensors over a group in one call, in place."""
+    flat = torch.cat([tensor.flatten() for tensor in tensors])
+    all_reduce(flat)
+    parts = flat.split([tensor.numel() for tensor in tensors])
+    torch._foreach_copy_(tensors, [part.view(t.shape) for t, part in zip(tensors, parts, strict=True)])
 
 
 def squared_norms(modules: tuple[str, ...], grads: Iterable[tuple[str, Tensor]]) -> Tensor:

@@ -13,24 +13,23 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from itertools import pairwise
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
-from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
+from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather
 from torch.distributed.tensor import DTensor, Placement, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
+from mmlab.parallel.buckets import Trained
+from mmlab.parallel.compression.wire import Wire
+from mmlab.parallel.scatter import IN_FLIGHT, ScatterSums
 from mmlab.parallel.traffic import Traffic
 from mmlab.plan.holders import shared
 from mmlab.plan.layout import Layout
 from mmlab.plan.schema import MODULES
-
-IN_FLIGHT = 2
-"""Units whose gradients, or buckets whose weights, may be on their way at once: each is whole in memory until then."""
 
 
 @dataclass(frozen=True)
@@ -128,47 +127,6 @@ class _Gathers(AllGather):
         return dist.all_gather_into_tensor(output_tensor, input_tensor, group=group, async_op=async_op or self.on_cpu)
 
 
-class _Reductions(ReduceScatter):
-    """Counted reduce-scatters; `started` says whether they go on while backward does, until `wait`.
-
-    That is for CPU, and only where gradients are summed once a step: FSDP2 would add a second one to the first as soon
-    as it has started.
-    """
-
-    def __init__(self, traffic: Traffic, started: bool) -> None:
-        self.traffic, self.started = traffic, started
-        self._pending: list[tuple[dist.Work, Tensor]] = []
-
-    def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Memory for input and output."""
-        return torch.empty(*size, dtype=dtype, device=device)
-
-    def __call__(
-        self,
-        output_tensor: Tensor,
-        input_tensor: Tensor,
-        group: dist.ProcessGroup,
-        op: Any,
-        async_op: bool = False,
-    ) -> dist.Work | None:
-        """Sum, or start to."""
-        self.traffic.add("sharding", input_tensor)
-        while len(self._pending) >= IN_FLIGHT:
-            self._pending.pop(0)[0].wait()
-        work = dist.reduce_scatter_tensor(
-            output_tensor, input_tensor, op=op, group=group, async_op=async_op or self.started
-        )
-        if self.started and work is not None:
-            self._pending.append((work, input_tensor))
-        return work
-
-    def wait(self) -> None:
-        """Wait until every gradient is there."""
-        for work, _ in self._pending:
-            work.wait()
-        self._pending.clear()
-
-
 class Sharded:
     """A module under FSDP2.
 
@@ -199,14 +157,14 @@ class Sharded:
         self.module = fully_shard(module, mesh=shards.mesh, reshard_after_forward=not (keep or units))
         self.units: list[FSDPModule] = [self.module, *units]
         on_cpu = shards.mesh.device_type == "cpu"
-        self._reductions = _Reductions(shards.traffic, started=on_cpu and not each)
+        wire, over_tp = Wire(shards.group, "sharding", shards.traffic), shards.grid is not shards.mesh
+        self.sums = ScatterSums(wire, over_tp, started=on_cpu and not each)
         for unit in self.units:
             # The loss is a sum over the global count (decision 7): gradients are summed, and without this FSDP2 asks
             # for a product with 1.0 that gloo does not have.
             unit.set_gradient_divide_factor(1.0)
             unit.set_force_sum_reduction_for_comms(True)
             unit.set_custom_all_gather(_Gathers(shards.traffic, on_cpu))
-            unit.set_custom_reduce_scatter(self._reductions)
         self.module.set_reduce_scatter_unused_params(True)  # the same reductions on ranks with and without an image
         for chain in self.chains:
             for before, after in pairwise(chain):
@@ -214,6 +172,11 @@ class Sharded:
                 after.set_modules_to_backward_prefetch([before])
         if len(self.chains) == 1 and units:
             self.module.set_modules_to_forward_prefetch(units[:1])
+
+    def reduce(self, trained: Iterable[Trained], undoable: bool) -> ScatterSums:
+        """Take over the reductions of gradients; `undoable` whether a step may turn out to be left out (fp16)."""
+        self.sums.attach(self.units, {id(t.param): t for t in trained}, undoable)
+        return self.sums
 
     def before_backward(self, chain: int, closes: bool, last: bool) -> None:
         """Say what the coming backward is: of which chain, whether the step's last one of that chain, and the last at
@@ -231,7 +194,7 @@ class Sharded:
 
     def finish(self) -> None:
         """Wait for the gradients, and drop what is gathered where a forward had no backward."""
-        self._reductions.wait()
+        self.sums.wait()
         for unit in self.units:
             unit.reshard()
 

@@ -53,6 +53,7 @@ def layout_rows(layout: Layout) -> list[list[str]]:
         row = [str(place.rank), str(place.node), place.label, _layers(layout, place)]
         state = amount(share.state_bytes, "B")
         state += f" + {amount(share.gathered_bytes, 'B')} gathered" if share.gathered_bytes else ""
+        state += f" + {amount(share.residual_bytes, 'B')} left out" if share.residual_bytes else ""
         rows.append([*row, amount(share.parameters) + note, state])
     return rows
 

@@ -171,6 +171,11 @@ class GroupCommunication(Section):
     bucket_mb: float = Field(4.0, gt=0)
     """Size of a gradient bucket, in MB (1e6 bytes)."""
 
+    @property
+    def keeps_residual(self) -> bool:
+        """Whether what is left out is kept for the next step."""
+        return self.error_feedback and self.compressor in ("int8", "topk", "powersgd", "onebit")
+
     def at(self, step: int) -> GroupCommunication:
         """What holds in a step (1 is the first): no compressor during the warm-up."""
         return self.model_copy(update={"compressor": "none"}) if step <= self.warmup_steps else self

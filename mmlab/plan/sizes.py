@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from mmlab.plan import lora
-from mmlab.plan.holders import holders, shared
+from mmlab.plan.holders import beside_encoder, holders, shared
 from mmlab.plan.schema import LanguageConfig, Plan, VisionConfig
 
 if TYPE_CHECKING:
@@ -66,6 +66,8 @@ class Piece:
     """Parameters that zero2 and zero3 have gathered at once, at most."""
     waits: bool = False
     """Whether gradients stay whole until the last microbatch."""
+    feedback: bool = False
+    """Whether what compression leaves out of the gradients is kept."""
 
     @property
     def weight_bytes(self) -> float:
@@ -88,6 +90,12 @@ class Piece:
         """Whole weights that a step holds beside the shared ones, and whole gradients that wait for its end."""
         waiting = self.trained if self.waits and self.sharding in ("zero2", "zero3") else 0
         return _WEIGHT * (self.whole + waiting)
+
+    @property
+    def residual_bytes(self) -> float:
+        """What compression has left out, fp32: a number for each parameter that trains, whole on every rank. PowerSGD's
+        factors, `rank` rows as long as a matrix's, are not counted."""
+        return _WEIGHT * self.trained if self.feedback else 0
 
 
 @dataclass(frozen=True)
@@ -121,6 +129,11 @@ class Share:
         """What zero2 and zero3 hold whole besides while a step computes, at most."""
         return sum(piece.gathered_bytes for piece in self.pieces)
 
+    @property
+    def residual_bytes(self) -> float:
+        """What error feedback keeps between steps besides."""
+        return sum(piece.residual_bytes for piece in self.pieces)
+
 
 def rank_share(plan: Plan, layout: Layout, place: Place) -> Share:
     """The part of the model that a rank holds."""
@@ -142,8 +155,10 @@ def _piece(plan: Plan, module: str, base: int, adapters: int, block: int, blocks
     """A module's piece; `block` is the size of a unit that zero3 gathers, `blocks` how many of them a rank has."""
     frozen = getattr(plan.train, module).base_frozen
     trained, held = (adapters, base) if frozen else (base + adapters, 0)
+    side = "vision" if beside_encoder(plan, module) else "language"
+    feedback = getattr(plan.communication, side).keeps_residual and holders(plan, module) > 1
     if plan.parallel.engine != "native" or not shared(plan, module):
-        return Piece(trained, held)
+        return Piece(trained, held, feedback=feedback)
     sharding, total = plan.parallel.sharding, base + adapters
     whole = 0 if sharding == "zero1" else total
     if sharding == "zero3" and block and getattr(plan.sharding, module) == "layer":
@@ -152,7 +167,7 @@ def _piece(plan: Plan, module: str, base: int, adapters: int, block: int, blocks
         # A block and the next, which is on its way; what is in no block stays while the module runs.
         whole = total - count * each + min(2, count) * each
     waits = plan.parallel.microbatches > 1 and plan.sharding.reduce == "step"
-    return Piece(trained, held, sharding, holders(plan, module), whole, waits)
+    return Piece(trained, held, sharding, holders(plan, module), whole, waits, feedback)
 
 
 def _language_parameters(plan: Plan, layout: Layout, place: Place) -> int:

@@ -124,7 +124,8 @@ def build(plan: Plan, mesh: Mesh) -> Built:
     sharded = shard_part(plan, part, mesh.shards)
     trained = _trained(plan, mesh, part, sharded)
     undoable = plan.precision.scales_loss
-    reducer = Reducer(trained, mesh.reductions, _bucket_bytes(plan), mesh.tp, mesh.traffic, undoable)
+    sums = {name: module.reduce(trained, undoable) for name, module in sharded.items()}
+    reducer = Reducer(trained, mesh.reductions, _bucket_bytes(plan), mesh.tp, mesh.traffic, undoable, sums)
     optimizer = _optimizer(plan, mesh, trained)
     return Built(part, trained, reducer, optimizer, build_schedule(plan).ops[mesh.place.rank], sharded, weights)
 

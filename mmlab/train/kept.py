@@ -6,7 +6,8 @@ left out. Training only ever sees the sum of the rows, so another number of rank
 the parameter. Where it does not fit it is left out: PowerSGD then begins anew.
 
 The last stage's copy of a tied table has gradients and residuals of its own (`copy.residual`); in a layout without
-such a copy they belong to the table. What nobody keeps is not in the file.
+such a copy they belong to the table. What nobody keeps is not in the file. Under tensor parallelism with zero2 or zero3
+norms are not coded and keep nothing: what another layout had left out of them is dropped there.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from torch.distributed.tensor import DTensor, Placement, Shard
 from mmlab.models.sharding import EMBED_TOKENS
 from mmlab.parallel.buckets import Bucket, Trained, split_over_tp
 from mmlab.parallel.mesh import Mesh
+from mmlab.parallel.scatter import Unit
 from mmlab.parallel.sharding import meshes
 from mmlab.plan.schema import Plan
 from mmlab.train.build import Built, is_tied_copy
@@ -94,10 +96,10 @@ def _distributed(local: Tensor, ranks: DeviceMesh, placements: list[Placement], 
     return DTensor.from_local(local, ranks, placements, shape=torch.Size(shape), stride=stride)
 
 
-def _members(built: Built) -> Iterator[tuple[Bucket, Trained]]:
-    for bucket in built.reducer.packed:
-        for t in bucket.members:
-            yield bucket, t
+def _members(built: Built) -> Iterator[tuple[Bucket | Unit, Trained]]:
+    for packed in built.reducer.keepers:
+        for t in packed.members:
+            yield packed, t
 
 
 def saved(plan: Plan, mesh: Mesh, built: Built) -> dict[str, Tensor]:
@@ -107,13 +109,13 @@ def saved(plan: Plan, mesh: Mesh, built: Built) -> dict[str, Tensor]:
     all of them take part in the same step. So each tensor is whole or absent.
     """
     rows, found = Rows(mesh), {}
-    for bucket, t in _members(built):
+    for packed, t in _members(built):
         own = "copy." if is_tied_copy(plan, mesh.place, t.name) else ""
-        if bucket.kept.residual is not None:
-            residual = dict(bucket.views(bucket.kept.residual))[t.name]
+        if packed.kept.residual is not None:
+            residual = dict(packed.parts(packed.kept.residual))[t.name]
             found[_key(t.name, f"{own}residual")] = rows.placed(t, residual[None], rows.ranks(t.module)[1])
-        if t.name in bucket.kept.factors:
-            found[_key(t.name, f"{own}factor")] = rows.factor(t, bucket.kept.factors[t.name][None])
+        if t.name in packed.kept.factors:
+            found[_key(t.name, f"{own}factor")] = rows.factor(t, packed.kept.factors[t.name][None])
     return found
 
 
@@ -151,17 +153,16 @@ class Incoming:
 
     def take(self) -> None:
         """Keep what has been read, and nothing else; all ranks together."""
-        for bucket in self.built.reducer.packed:
+        for packed in self.built.reducer.keepers:
             residual = None
-            if any(name in self._residuals for name in bucket.shapes):
-                residual = torch.zeros_like(bucket.flat)
-                views = dict(bucket.views(residual))
-                for t in bucket.members:
+            if any(name in self._residuals for name in packed.shapes):
+                residual = packed.residual()
+                for t in packed.members:
                     parts = [self._mine(t, rows, count) for rows, count in self._residuals.get(t.name, ())]
                     if parts:
-                        views[t.name].copy_(parts[0] if len(parts) == 1 else parts[0] + parts[1])
-            factors = {name: self._factors[name] for name in bucket.shapes if name in self._factors}
-            bucket.kept.restore(residual, factors)
+                        packed.put(residual, t.name, parts[0] if len(parts) == 1 else parts[0] + parts[1])
+            factors = {name: self._factors[name] for name in packed.shapes if name in self._factors}
+            packed.kept.restore(residual, factors)
 
     def _mine(self, t: Trained, rows: Tensor, count: int) -> Tensor:
         """This rank's residual from its share of the saved rows [share, *local shape]: its own row, or with another

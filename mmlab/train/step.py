@@ -209,8 +209,8 @@ class HybridStep:
         self._begin(batch)
         self.configure(plan, step)
         every = plan.communication.measure_every
-        self.built.reducer.unit = self.scale.value
-        self.built.reducer.measure = self.measure_next or (every > 0 and step % every == 0)
+        measure = self.measure_next or (every > 0 and step % every == 0)
+        self.built.reducer.begin(self.scale.value, measure)
         self.measure_next = False
         state: dict[str, StepResult] = {}
 

@@ -5,6 +5,7 @@ from hypothesis import given
 from plan_strategies import placed_plans
 
 from mmlab.plan import Layout, Plan
+from mmlab.plan.sizes import rank_share
 
 
 @given(placed_plans())
@@ -88,3 +89,25 @@ def test_coordinates_outside_the_grid_are_refused():
     for rank in (-1, 6):
         with pytest.raises(IndexError):
             layout.place(rank)
+
+
+@pytest.mark.parametrize(
+    ("change", "kept"),
+    [
+        ("compressor=topk", True),
+        ("compressor=bf16", False),
+        ("error_feedback=false", False),
+        ("compressor=onebit", True),
+    ],
+)
+def test_what_error_feedback_keeps_is_in_a_ranks_memory(change, kept):
+    plan = Plan.preset("laptop").with_(
+        "parallel.dp=2", "communication.language.compressor=int8", f"communication.language.{change}"
+    )
+    layout = plan.layout()
+    shares = [rank_share(plan, layout, place) for place in layout.places]
+    language = [share for share, place in zip(shares, layout.places, strict=True) if place.role == "language"]
+    assert all(share.residual_bytes == (4 * share.trained if kept else 0) for share in language)
+    assert ("left out" in str(layout)) == kept
+    alone = plan.with_("parallel.dp=1")
+    assert "left out" not in str(alone.layout())  # nobody to reduce with

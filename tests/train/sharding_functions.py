@@ -68,3 +68,19 @@ def pass_on(rank, world, host, port, plan_text, load, save, steps):
         return made.state()
     finally:
         made.close()
+
+
+def whole(ranks):
+    """Every tensor that the ranks hold together; each part must be the same on all ranks that hold it."""
+    found, counted = {}, {}
+    for state in ranks:
+        for name, (offset, part, shape) in state.items():
+            if name not in found:
+                found[name], counted[name] = torch.full(shape, torch.nan, dtype=part.dtype), {}
+            region = tuple(slice(o, o + n) for o, n in zip(offset, part.shape, strict=True))
+            if offset in counted[name]:
+                assert torch.equal(found[name][region], part), name
+            found[name][region] = part
+            counted[name][offset] = part.numel()
+    assert not any(tensor.isnan().any() for tensor in found.values())
+    return found

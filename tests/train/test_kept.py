@@ -58,7 +58,9 @@ def restored(pool, plan, tmp_path, *changes):
     return held[0]
 
 
-@pytest.mark.parametrize(("vision", "language"), [("int8", "topk"), ("onebit", "powersgd")])
+@pytest.mark.parametrize(
+    ("vision", "language"), [pytest.param("int8", "topk", marks=pytest.mark.slow), ("onebit", "powersgd")]
+)
 def test_restore_goes_on_bit_for_bit(pool, shards, tmp_path, vision, language):
     held = restored(pool, make_plan(shards, *TWO, compressed(vision, language)), tmp_path)
     assert all(any(residual.any() for *_, residual, _, _ in rank) for rank in held)
@@ -89,14 +91,18 @@ LAYOUTS = {
     "encoder on all ranks": ("parallel.vision=all_ranks", "parallel.vision_dp=0", "parallel.pp=2", "parallel.dp=2"),
     "zero1": ("parallel.dp=2", "parallel.sharding=zero1"),
     "fp16": ("parallel.dp=2", "precision.language=fp16"),
+    "zero2": ("parallel.dp=3", "parallel.sharding=zero2"),
+    "zero2 and tensor": ("parallel.dp=2", "parallel.tp=2", "parallel.sharding=zero2"),
 }
+PAIRS = [
+    (layout, name) for layout in LAYOUTS for name in ("topk", "powersgd") if (layout[:5], name) != ("zero2", "powersgd")
+]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("language", ["topk", "powersgd"])
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(("layout", "language"), PAIRS)
 def test_restore_goes_on_bit_for_bit_in_layouts(pool, shards, tmp_path, layout, language):
-    changes = {"parallel.pp": 1, "data.global_batch": 8, **compressed("onebit", language)}
+    changes = {"parallel.pp": 1, "data.global_batch": 12, **compressed("onebit", language)}
     restored(pool, make_plan(shards, changes, *LAYOUTS[layout]), tmp_path)
 
 
@@ -130,6 +136,7 @@ def test_another_number_of_copies_shares_out_the_sum(pool, shards, tmp_path):
 @pytest.mark.parametrize(("first", "second"), [
     ("tensor", "tied over a pipeline"), ("tied over a pipeline", "context"), ("zero1", "sequence parallel"),
     ("encoder on all ranks", "tensor"), ("context", "encoder on all ranks"), ("sequence parallel", "zero1"),
+    ("zero1", "zero2"), ("zero2", "tensor"),
 ])  # fmt: skip
 def test_any_layout_goes_on_with_the_sum(pool, shards, tmp_path, first, second):
     tied = "model.language.tied_embeddings=true"
@@ -187,3 +194,21 @@ def test_a_live_run_restored_after_a_change_repeats_itself(pool, shards, tmp_pat
         "vision": "none", "projector": "none", "language": "topk",
     }  # fmt: skip
     assert all(c["residual"] > 0 for c in steps[9]["compression"].values())
+
+
+@pytest.mark.slow
+def test_a_compressor_that_the_new_layout_cannot_have_is_not_restored(pool, shards, tmp_path):
+    plan = make_plan(shards, *TWO, compressed("int8", "powersgd"), {"checkpoint.every_steps": 3, "train.steps": 4})
+    run = LiveRun(pool, plan, tmp_path / "run")
+    run.join()
+    other = plan.with_(compressed("none", "none"), {"parallel.sharding": "zero2", "train.steps": 5})
+    other.save(run.paths.plan)
+    again = LiveRun(pool, other, tmp_path / "run", generation=2, restore="latest")
+    again.join()
+    (warning,) = again.events("warning")
+    assert "powersgd has factors of whole matrices" in warning["message"]
+    steps = {e["step"]: e for e in again.events("step") if e["lineage"] == again.events("lineage")[-1]["id"]}
+    assert steps.keys() == {4, 5}
+    assert {m: (c["compressor"], c["residual"] > 0) for m, c in steps[5]["compression"].items()} == {
+        "vision": ("int8", True), "projector": ("int8", True),
+    }  # fmt: skip

@@ -60,6 +60,16 @@ def test_steps_of_text_alone(pool, text_shards):
     check(pool, text_shards, "laptop", "train.vision.weight_decay=0.1")
 
 
+@pytest.mark.slow
+def test_a_plan_with_compressors_is_proved_without_them(pool, shards):
+    plan = Plan.load("laptop").with_(
+        {"data.path": str(shards), "data.held_out": "", "parallel.dp": 2, "communication.language.compressor": "topk"}
+    )
+    result = verify(plan, steps=2, pool=pool)
+    assert result["ok"]
+    assert result["compressors_off"] == {"language": "topk"}
+
+
 def test_another_learning_rate_on_one_side_is_found(pool, shards, tmp_path):
     """The comparison can fail: weights differ from step 1 on, gradients from step 2 on."""
     pool.grow(3)

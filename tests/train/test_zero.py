@@ -26,22 +26,6 @@ def make_plan(data, *changes):
     return Plan.load("laptop").with_(base, *changes)
 
 
-def whole(ranks):
-    """Every tensor that the ranks hold together; each part must be the same on all ranks that hold it."""
-    found, counted = {}, {}
-    for state in ranks:
-        for name, (offset, part, shape) in state.items():
-            if name not in found:
-                found[name], counted[name] = torch.full(shape, torch.nan, dtype=part.dtype), {}
-            region = tuple(slice(o, o + n) for o, n in zip(offset, part.shape, strict=True))
-            if offset in counted[name]:
-                assert torch.equal(found[name][region], part), name
-            found[name][region] = part
-            counted[name][offset] = part.numel()
-    assert not any(tensor.isnan().any() for tensor in found.values())
-    return found
-
-
 def pass_through(pool, data, tmp_path, names):
     """Train under the first layout, then load and save under each: every tensor stays what it was, bit for bit."""
     saved, before = None, None
@@ -51,7 +35,7 @@ def pass_through(pool, data, tmp_path, names):
         target = str(tmp_path / name)
         args = (plan.dumps(), saved, target, 0 if saved else 2)
         ranks = pool.run(sharding_functions.pass_on, *args, ranks=plan.world_size, timeout=90)
-        now = whole(ranks)
+        now = sharding_functions.whole(ranks)
         if before is not None:
             assert now.keys() == before.keys()
             assert all(torch.equal(now[key], before[key]) for key in now), name

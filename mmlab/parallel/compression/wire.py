@@ -47,6 +47,11 @@ class Wire:
         self._count(tensor)
         return _started(dist.all_reduce(tensor, group=self.group, async_op=True))
 
+    def reduce_scatter(self, out: Tensor, data: Tensor) -> dist.Work:
+        """Start summing `data` [ranks x n]; `out` [n] becomes this rank's share."""
+        self._count(data)
+        return _started(dist.reduce_scatter_tensor(out, data, group=self.group, async_op=True))
+
     def all_to_all(self, out: Tensor, out_sizes: list[int], data: Tensor, sizes: list[int]) -> dist.Work:
         """Start sending `sizes[rank]` elements of `data` to each rank, receiving `out_sizes[rank]` into `out`."""
         self._count(data)

@@ -8,6 +8,7 @@ from __future__ import annotations
 from mmlab.plan.problems import Problem
 from mmlab.plan.rules import (
     cluster,
+    compression,
     deepspeed,
     encoder,
     general,
@@ -56,6 +57,8 @@ RULES: tuple[Rule, ...] = (
     lora.lora_frozen,
     sharding.something_is_shared,
     sharding.several_holders,
+    compression.whole_matrices,
+    compression.shared_residuals,
     onebit.clipping,
     onebit.whole_moments,
     onebit.freeze,
