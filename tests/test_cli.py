@@ -77,7 +77,7 @@ def applied(run: SyntheticRun) -> list[tuple[str, dict[str, Any]]]:
 def test_help_lists_all_commands_without_loading_what_computes(command: Command) -> None:
     code, out, _ = command("--help")
     assert code == 0
-    verbs = "pause resume step set checkpoint restore stop doctor abort"
+    verbs = "pause resume step set compress compression checkpoint restore stop doctor abort"
     for name in f"demo run new check layout balance verify data runs show {verbs} lab labs close".split():
         assert f" {name} " in out
     script = "import sys, mmlab.cli; mmlab.cli.build_app(); print(*(m for m in sys.modules if '.' not in m))"

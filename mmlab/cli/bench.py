@@ -85,9 +85,9 @@ def bench_link(
     steps, _ = found["rows"][0]["equal_steps"]
     out.print(
         f"Ranks on the hosts: {sides[0]} and {sides[1]}. Handed: MB of gradients that a rank hands over in a "
-        "step; sent: MB that a host sends over the link. By bytes: the gain if a step took what a dense one takes "
-        f"without a limit on the link ({1e3 * found['alone']:.0f} ms), and the time of its bits. Loss: after {steps} "
-        "steps each, and after equal time (steps in brackets)."
+        "step; sent: MB that a host sends over the link. By bytes: the gain if a step took what one takes without "
+        f"summing gradients ({1e3 * found['alone']:.0f} ms), and the time of its bits. Loss: after {steps} steps each, "
+        "and after equal time (steps in brackets)."
     )
 
 

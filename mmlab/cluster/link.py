@@ -16,8 +16,8 @@ COMPRESSORS = ("none", "bf16", "fp16", "int8", "topk", "powersgd", "onebit")
 SETTINGS = {"topk": "ratio", "powersgd": "rank"}
 """What a number behind a compressor's name sets: topk:0.05, powersgd:2."""
 ALONE = 0.25
-"""Share of a case's seconds for which dense steps run on a link without limit, before all cases and once more after
-them: what a step takes apart from the link."""
+"""Share of a case's seconds for which steps run without summing gradients, on a link without limit, before all cases
+and once more after them: what a step takes apart from that."""
 PATIENCE = 300.0
 """Seconds beyond the measured ones that a case may take: building the model, two warm-up steps, three counted ones."""
 
@@ -84,12 +84,13 @@ def bench_link(
     """Train the plan once with each compressor, for as many seconds, on two hosts that a link of this shape joins.
 
     The plan's ranks run on CPU over gloo (the hosts share this machine's memory, which two hosts do not). "alone":
-    seconds of a dense step on a link without limit. "rows", for each compressor: "steps_per_s" (median), "handed" bytes
-    of gradients that a rank hands to communication in a step (the rank with most), "sent" bytes that a host sends over
-    the link in a step (the one with more), "ratio" of steps/s to dense, "predicted" that by bytes alone: a step takes
-    what it takes alone and the time of the sent bits. "equal_steps" and "equal_time": (steps, loss) after as many steps
-    and after as many seconds as all have; the loss is the mean of the last tenth of these steps. "problem" in a row
-    where the plan does not go with the compressor. MmlabError on what is at fault; RankError when a rank fails.
+    seconds of a step whose gradients are not summed, on a link without limit. "rows", for each compressor:
+    "steps_per_s" (median), "handed" bytes of gradients that a rank hands to communication in a step (the rank with
+    most), "sent" bytes that a host sends over the link in a step (the one with more), "ratio" of steps/s to dense,
+    "predicted" that by bytes alone: a step takes what it takes alone and the time of the sent bits. "equal_steps" and
+    "equal_time": (steps, loss) after as many steps and after as many seconds as all have; the loss is the mean of the
+    last tenth of these steps. "problem" in a row where the plan does not go with the compressor. MmlabError on what is
+    at fault; RankError when a rank fails.
     """
     check_platform()
     hosts = split(plan.layout())
@@ -110,20 +111,22 @@ def bench_link(
             for number, (row, case) in enumerate([measured[0], *measured, measured[0]]):
                 limited = 0 < number <= len(measured)
                 reshape(pair, shape if limited else None)
-                say(f"{row['compressor']}, {f'{seconds:g} s' if limited else 'on a link without limit'}")
+                say(f"{row['compressor']}, {seconds:g} s" if limited else "gradients not summed")
                 if limited:
                     row |= _run(pool, case, seconds, hosts)
                 else:
-                    free += _run(pool, case, ALONE * seconds, hosts)["seconds"]
+                    free += _run(pool, case, ALONE * seconds, hosts, exchange=False)["seconds"]
             alone = statistics.median(free)
     _compare([row for row, _ in measured], alone, shape)
     return {"alone": alone, "rate": shape.rate, "delay": shape.delay, "hosts": hosts, "rows": [row for row, _ in rows]}
 
 
-def _run(pool: RankPool, case: Plan, seconds: float, hosts: Sequence[int]) -> dict[str, Any]:
+def _run(pool: RankPool, case: Plan, seconds: float, hosts: Sequence[int], exchange: bool = True) -> dict[str, Any]:
     """One measurement: a step is as long as on the slowest rank."""
     with borrowed(case.world_size, pool) as own:
-        found = own.run("mmlab.train.bench:run_for", case.dumps(), seconds, DEVICE, timeout=seconds + PATIENCE)
+        found = own.run(
+            "mmlab.train.bench:run_for", case.dumps(), seconds, DEVICE, exchange, timeout=seconds + PATIENCE
+        )
     return {
         "seconds": [max(step) for step in zip(*(result["seconds"] for result in found), strict=True)],
         "losses": found[0]["losses"],
@@ -150,7 +153,7 @@ def _compare(rows: list[dict[str, Any]], alone: float, shape: Shape) -> None:
 
 
 def expected(alone: float, sent: float, shape: Shape) -> float:
-    """Seconds of a step by bytes alone: what it takes apart from the link, and the time of the bits it sends."""
+    """Seconds of a step by bytes alone: what it takes apart from summing gradients, and the time of its bits."""
     return alone + 8 * sent / shape.rate
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import resource
 import sys
 import time
@@ -44,14 +45,15 @@ def run_steps(rank: int, world: int, host: str, port: int, plan_text: str, steps
 
 
 def run_for(
-    rank: int, world: int, host: str, port: int, plan_text: str, seconds: float, interface: str
+    rank: int, world: int, host: str, port: int, plan_text: str, seconds: float, interface: str, exchange: bool = True
 ) -> dict[str, Any]:
     """Run a plan until that many seconds of counted steps are over, as rank 0 sees it, and at least LEAST of them.
 
     "seconds" of each counted step, "losses" of all, "handed" the bytes of gradients that this rank has handed to
     communication in a counted step, "sent" those that left this host by a network interface, headers and all (Linux).
+    Without `exchange` replicas keep their gradients for themselves: what a step takes apart from summing them.
     """
-    with _bench(rank, world, host, port, plan_text) as bench:
+    with _bench(rank, world, host, port, plan_text, exchange) as bench:
         for _ in range(WARM_UP):
             bench.step()
         handed, sent = bench.handed(), _sent(interface)
@@ -103,13 +105,15 @@ class _Bench:
 
 
 @contextlib.contextmanager
-def _bench(rank: int, world: int, host: str, port: int, plan_text: str) -> Iterator[_Bench]:
+def _bench(rank: int, world: int, host: str, port: int, plan_text: str, exchange: bool = True) -> Iterator[_Bench]:
     plan = Plan.loads(plan_text)
     layout = plan.layout()
     set_threads(plan, layout, rank)
     device = pick_device(plan, layout, rank)
     store = dist.TCPStore(host, port, is_master=False) if world > 1 else None
     mesh = build_mesh(plan, layout, rank, store, device)
+    if not exchange:
+        mesh = dataclasses.replace(mesh, reductions=dict.fromkeys(mesh.reductions))
     try:
         plan, _ = settle(plan, mesh)
         bench = _Bench(plan, mesh)

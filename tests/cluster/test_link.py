@@ -111,6 +111,7 @@ def test_compressors_are_measured_beside_dense(tmp_path, capsys):
     assert run_command(["bench", "link", "laptop", *TINY, "parallel.sharding=none", *asked]) == 0
     found = json.loads(file.read_text())
     assert found["hosts"] == [0, 1]
+    assert found["alone"] > 0
     dense, half, factors = found["rows"]
     assert [row["compressor"] for row in found["rows"]] == ["none", "bf16", "powersgd:2"]
     assert half["handed"] == pytest.approx(dense["handed"] / 2, rel=1e-3)
