@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     from mmlab.plan.layout import Layout, Place
 
 _CELL, _CELL_H, _HEAD, _PAD = 54, 38, 18, 8
+_LETTER = 6.7
+"""Width of a letter of a title, in pixels (11 px, bold; DejaVu Sans takes 6.4 in the mean)."""
 _WIDE = 1040
 """Width at which nodes go to the next line, in pixels."""
 HEADERS = ("rank", "node", "role", "layers", "parameters", "state")
@@ -96,8 +98,13 @@ class _Block:
     colour: str
 
     @property
+    def cell(self) -> float:
+        """Width of a rank: more where the title needs it."""
+        return max(_CELL, (_LETTER * len(self.title) + 2 * 7 - 2 * 3) / len(self.places))
+
+    @property
     def width(self) -> float:
-        return len(self.places) * _CELL + 2 * 3
+        return len(self.places) * self.cell + 2 * 3
 
 
 def _colour(stage: int, stages: int) -> str:
@@ -140,14 +147,14 @@ def _draw_block(block: _Block, x: float, y: float) -> str:
         f'<text x="{x + 7:.0f}" y="{y + 13:.0f}" font-size="11" font-weight="600" fill="{INK}">{block.title}</text>'
     ]
     for i, place in enumerate(block.places):
-        left, top = x + 3 + i * _CELL, y + _HEAD
+        left, top = x + 3 + i * block.cell, y + _HEAD
         below = f"vision {place.vision}" if place.role == "vision" else f"tp {place.tp}"
         parts.append(
             f"<g><title>rank {place.rank}: {escape(place.label)}, node {place.node}</title>"
-            f'<rect x="{left + 1:.0f}" y="{top}" width="{_CELL - 2}" height="{_CELL_H}" rx="4" fill="#fff" '
-            f'fill-opacity="0.72"/><text x="{left + _CELL / 2:.0f}" y="{top + 17:.0f}" text-anchor="middle" '
+            f'<rect x="{left + 1:.0f}" y="{top}" width="{block.cell - 2:.0f}" height="{_CELL_H}" rx="4" fill="#fff" '
+            f'fill-opacity="0.72"/><text x="{left + block.cell / 2:.0f}" y="{top + 17:.0f}" text-anchor="middle" '
             f'font-size="14" font-weight="600" fill="{INK}">{place.rank}</text>'
-            f'<text x="{left + _CELL / 2:.0f}" y="{top + 31:.0f}" text-anchor="middle" font-size="10.5" '
+            f'<text x="{left + block.cell / 2:.0f}" y="{top + 31:.0f}" text-anchor="middle" font-size="10.5" '
             f'fill="{FAINT}">{below}</text></g>'
         )
     return "".join(parts)
