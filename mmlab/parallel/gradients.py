@@ -81,7 +81,7 @@ class Reducer:
 
     `grads[name]` is a view of a parameter's gradient, in the parameter's local shape. `unit` is what gradients are
     multiplied by (the loss scale), `measure` whether the coming step is also reduced without compression. `share`, if
-    set, makes of a full bucket what is to be summed instead, in place: (bucket, ranks that sum it, unit).
+    there is one, makes of a full bucket what is to be summed instead, in place: (bucket, ranks that sum it, unit).
     """
 
     def __init__(
@@ -179,6 +179,17 @@ class Reducer:
                 if now.residual == "drop":
                     kept.residual = None
 
+    def set_share(self, share: Share | None, restored: bool = False) -> None:
+        """Sum what `share` makes of gradients, or (None) gradients, from the next step on; all ranks alike.
+
+        What is left out of the one is in another unit than the other (of shares of first moments 1 - beta1 of it): it
+        is dropped in a change, but not where it was `restored` with `share`.
+        """
+        if (share is None) != (self.share is None) and not restored:
+            for each in self.keepers:
+                each.kept.restore(None, {})
+        self.share = share
+
     @property
     def packed(self) -> list[Bucket]:
         """All buckets, in the same order on all ranks of a group."""
@@ -217,7 +228,10 @@ class Reducer:
         began = time.perf_counter()
         bucket.work = next(bucket.rounds, None)
         self._seconds[bucket.module] += time.perf_counter() - began
-        if bucket.work is not None and bucket.flat.device.type == "cpu":
+        if bucket.work is None:
+            return
+        bucket.ended = 0.0  # of the round before
+        if bucket.flat.device.type == "cpu":
 
             def ended(_: object) -> None:
                 bucket.ended = time.perf_counter()
@@ -291,7 +305,7 @@ class Reducer:
         counted = {t.name for t in self.trained if t.counted}
         for each in self.keepers:
             if each.kept.residual is not None:
-                residual |= {n: (each.module, v) for n, v in each.parts(each.kept.residual) if n in mine}
+                residual |= {n: (each.module, v) for n, v in each.views(each.kept.residual) if n in mine}
         dense = self._dense_shards()
         for bucket in self.packed:
             if bucket.dense is not None:

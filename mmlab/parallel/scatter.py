@@ -50,6 +50,13 @@ class Rows:
         parts = flat.view(-1, sum(self.widths)).split(self.widths, dim=1)
         return dict(zip(self.shapes, parts, strict=True))
 
+    def clear_padding(self, flat: Tensor) -> None:
+        """Make the padding in a flat [numel] zero."""
+        for name, part in self.columns(flat).items():
+            row, column = divmod(self.shapes[name].numel(), part.shape[1])
+            part[row : row + 1, column:] = 0.0
+            part[row + 1 :] = 0.0
+
     def mine(self, row: Tensor) -> Iterator[tuple[Trained, Tensor]]:
         """(parameter, this rank's rows of it) from its row [columns]."""
         for t, part in zip(self.members, row.split(self.widths), strict=True):
@@ -82,6 +89,10 @@ class Unit(Rows):
         """A residual of zeros, flat [numel]."""
         return self.members[0].value.new_zeros(self.numel)
 
+    def views(self, flat: Tensor) -> Iterator[tuple[str, Tensor]]:
+        """(name, view [ranks, columns of the parameter], with its padding) of each member, in a flat [numel]."""
+        yield from self.columns(flat).items()
+
     def parts(self, flat: Tensor) -> Iterator[tuple[str, Tensor]]:
         """(name, values in the parameter's shape, copied) of each member, from a flat [numel]."""
         for name, part in self.columns(flat).items():
@@ -104,14 +115,14 @@ class ScatterSums:
         started: whether reductions go on while backward does, until `wait`. That is for CPU, and only where gradients
             are summed once a step: FSDP2 would add a second one to the first as soon as it has started.
 
-    `sum` says how units are reduced; `unit` is what gradients are multiplied by, `measure` whether they are also
+    `sum` says how units are reduced; `scale` is what gradients are multiplied by, `measure` whether they are also
     reduced without compression, `seconds` how long coding has taken.
     """
 
     def __init__(self, wire: Wire, over_tp: bool, started: bool) -> None:
         self.wire, self.over_tp, self.started = wire, over_tp, started
         self.sum: BucketSum = DenseSum()
-        self.unit, self.measure, self.seconds = 1.0, False, 0.0
+        self.scale, self.measure, self.seconds = 1.0, False, 0.0
         self.units: list[Unit] = []
         self._under_way: list[tuple[Iterator[dist.Work], dist.Work]] = []
 
@@ -125,12 +136,12 @@ class ScatterSums:
                 self.units.append(unit)
                 module.set_custom_reduce_scatter(_UnitReduction(self, unit))
 
-    def begin(self, unit: float, measure: bool) -> None:
-        """A step begins, with gradients `unit` times the real ones."""
-        self.unit, self.measure = unit, measure and not isinstance(self.sum, DenseSum)
-        for each in self.units:
-            each.kept.begin()
-            each.dense = None
+    def begin(self, scale: float, measure: bool) -> None:
+        """A step begins, with gradients `scale` times the real ones."""
+        self.scale, self.measure = scale, measure and not isinstance(self.sum, DenseSum)
+        for unit in self.units:
+            unit.kept.begin()
+            unit.dense = None
 
     def reduce(self, unit: Unit, output: Tensor, flat: Tensor, op: Any) -> None:
         """Sum, or start to, the rows of `flat` [ranks x columns] over the ranks; `output` becomes this rank's."""
@@ -170,22 +181,23 @@ class ScatterSums:
     def _coded(self, unit: Unit, output: Tensor, flat: Tensor) -> Iterator[dist.Work]:
         """Sum the rows of `flat` [ranks x columns] as `sum` says."""
         if not isinstance(self.sum, CodedSum):
-            unit.kept.leave(flat, self.unit, self.sum.residual)
+            unit.kept.leave(flat, self.scale, self.sum.residual)
             yield self.wire.reduce_scatter(output, flat)
             return
         lost: Tensor | None = None
         if self.sum.feedback:
-            unit.kept.correct(flat, self.unit)
+            unit.kept.correct(flat, self.scale)
             lost = unit.kept.room(flat)
         else:
-            unit.kept.leave(flat, self.unit, self.sum.residual)
+            unit.kept.leave(flat, self.scale, self.sum.residual)
         rows = list(flat.view(self.wire.ranks, -1))
         losses = None if lost is None else list(lost.view(self.wire.ranks, -1))
         yield from scatter_coded(rows, self.sum.codec, self.wire, losses)
         output.copy_(rows[self.wire.rank])
         if losses is not None and lost is not None:
             losses[self.wire.rank].zero_()
-            lost.mul_(1.0 / self.unit)
+            unit.clear_padding(lost)  # onebit decodes its zeros as +scale: it would be sent, and grow, for ever
+            lost.mul_(1.0 / self.scale)
 
     def _end(self, rounds: Iterator[dist.Work], work: dist.Work) -> None:
         work.wait()

@@ -161,7 +161,7 @@ class GroupCommunication(Section):
     """With topk: share of the values that is sent, of 8 bytes each (from 0.5 on no fewer than without compression)."""
     error_feedback: bool = Field(True, json_schema_extra=LIVE)
     """Whether int8, topk, powersgd and onebit add what they left out to the next step's gradients; each rank keeps one
-    number a parameter for it."""
+    number a parameter for it, with fp16 two (an overflow takes a step back)."""
     residual: Literal["flush", "keep", "drop"] = Field("flush", json_schema_extra=LIVE)
     """What becomes of what was left out when the compressor changes to one without error feedback: added to the next
     step's gradients, kept for a later compressor, or forgotten. A compressor with error feedback goes on with it,

@@ -66,8 +66,8 @@ class Piece:
     """Parameters that zero2 and zero3 have gathered at once, at most."""
     waits: bool = False
     """Whether gradients stay whole until the last microbatch."""
-    feedback: bool = False
-    """Whether what compression leaves out of the gradients is kept."""
+    residuals: int = 0
+    """Numbers that error feedback holds for each parameter that trains."""
 
     @property
     def weight_bytes(self) -> float:
@@ -93,9 +93,10 @@ class Piece:
 
     @property
     def residual_bytes(self) -> float:
-        """What compression has left out, fp32: a number for each parameter that trains, whole on every rank. PowerSGD's
-        factors, `rank` rows as long as a matrix's, are not counted."""
-        return _WEIGHT * self.trained if self.feedback else 0
+        """What compression has left out, fp32: a number for each parameter that trains, whole on every rank; with fp16
+        also that of before the step, which may be taken back. PowerSGD's factors, `rank` rows as long as a matrix's,
+        are not counted."""
+        return _WEIGHT * self.trained * self.residuals
 
 
 @dataclass(frozen=True)
@@ -131,7 +132,7 @@ class Share:
 
     @property
     def residual_bytes(self) -> float:
-        """What error feedback keeps between steps besides."""
+        """What error feedback holds besides."""
         return sum(piece.residual_bytes for piece in self.pieces)
 
 
@@ -157,8 +158,9 @@ def _piece(plan: Plan, module: str, base: int, adapters: int, block: int, blocks
     trained, held = (adapters, base) if frozen else (base + adapters, 0)
     side = "vision" if beside_encoder(plan, module) else "language"
     feedback = getattr(plan.communication, side).keeps_residual and holders(plan, module) > 1
+    residuals = (2 if plan.precision.scales_loss else 1) if feedback else 0  # compression.feedback.Kept: undoable
     if plan.parallel.engine != "native" or not shared(plan, module):
-        return Piece(trained, held, feedback=feedback)
+        return Piece(trained, held, residuals=residuals)
     sharding, total = plan.parallel.sharding, base + adapters
     whole = 0 if sharding == "zero1" else total
     if sharding == "zero3" and block and getattr(plan.sharding, module) == "layer":
@@ -167,7 +169,7 @@ def _piece(plan: Plan, module: str, base: int, adapters: int, block: int, blocks
         # A block and the next, which is on its way; what is in no block stays while the module runs.
         whole = total - count * each + min(2, count) * each
     waits = plan.parallel.microbatches > 1 and plan.sharding.reduce == "step"
-    return Piece(trained, held, sharding, holders(plan, module), whole, waits, feedback)
+    return Piece(trained, held, sharding, holders(plan, module), whole, waits, residuals)
 
 
 def _language_parameters(plan: Plan, layout: Layout, place: Place) -> int:

@@ -65,17 +65,15 @@ def _trained(plan: Plan, mesh: Mesh, part: PartModel, sharded: Collection[str]) 
         if not param.requires_grad:
             continue
         split = split_over_tp(param)
-        mine = module in sharded or (
-            place.dp == 0 and place.cp == 0
-        )  # each rank has rows of its own of what is sharded
-        once = mine and (split or place.tp == 0)  # replicas over tp are equal
+        # Each rank has rows of its own of what is sharded; replicas over tp are equal.
+        alone = (module in sharded or (place.dp == 0 and place.cp == 0)) and (split or place.tp == 0)
         first = module in sharded or place.vision == 0
-        counted = first if beside_encoder(plan, module) else once and not is_tied_copy(plan, place, name)
+        counted = first if beside_encoder(plan, module) else alone and not is_tied_copy(plan, place, name)
         # With sequence parallelism a replicated parameter (norms) sees its rank's share of the tokens alone.
         shares = mesh.tp.sequence and module == "language" and not split
         partial = mesh.tp.size > 1 and (shares or partial_over_tp(name))
-        mine = beside_encoder(plan, module) or split or place.tp == 0
-        trained.append(Trained(name, param, local_tensor(param), module, counted, partial, module in sharded, mine))
+        once = beside_encoder(plan, module) or split or place.tp == 0
+        trained.append(Trained(name, param, local_tensor(param), module, counted, partial, module in sharded, once))
     return trained
 
 

@@ -3,7 +3,7 @@
 `communication.<parameter>.residual` [R, *shape]: row r is what rank r of the R that hold copies of the parameter has
 left out. Training only ever sees the sum of the rows, so another number of ranks shares that out among them.
 `communication.<parameter>.factor` [T, *shape of a factor]: PowerSGD's, one for each of the T tensor ranks that split
-the parameter. Where it does not fit it is left out: PowerSGD then begins anew.
+the parameter. Where it does not fit, or nothing has factors here, it is left out: PowerSGD then begins anew.
 
 The last stage's copy of a tied table has gradients and residuals of its own (`copy.residual`); in a layout without
 such a copy they belong to the table. What nobody keeps is not in the file. Under tensor parallelism with zero2 or zero3
@@ -103,19 +103,23 @@ def _members(built: Built) -> Iterator[tuple[Bucket | Unit, Trained]]:
 
 
 def saved(plan: Plan, mesh: Mesh, built: Built) -> dict[str, Tensor]:
-    """What this rank saves; tensors share storage with the live ones.
+    """What this rank saves; tensors share storage with the live ones, but for residuals of what FSDP2 holds: copies,
+    of one unit after the other, as their rows lie apart.
 
     The ranks of a reduction and their tensor groups keep the same things: a residual is made by a reduction, in which
     all of them take part in the same step. So each tensor is whole or absent.
     """
     rows, found = Rows(mesh), {}
-    for packed, t in _members(built):
-        own = "copy." if is_tied_copy(plan, mesh.place, t.name) else ""
-        if packed.kept.residual is not None:
-            residual = dict(packed.parts(packed.kept.residual))[t.name]
-            found[_key(t.name, f"{own}residual")] = rows.placed(t, residual[None], rows.ranks(t.module)[1])
-        if t.name in packed.kept.factors:
-            found[_key(t.name, f"{own}factor")] = rows.factor(t, packed.kept.factors[t.name][None])
+    for packed in built.reducer.keepers:
+        kept = packed.kept
+        residuals = {} if kept.residual is None else dict(packed.parts(kept.residual))
+        for t in packed.members:
+            own = "copy." if is_tied_copy(plan, mesh.place, t.name) else ""
+            if t.name in residuals:
+                residual = residuals[t.name][None]
+                found[_key(t.name, f"{own}residual")] = rows.placed(t, residual, rows.ranks(t.module)[1])
+            if t.name in kept.factors:
+                found[_key(t.name, f"{own}factor")] = rows.factor(t, kept.factors[t.name][None])
     return found
 
 
@@ -141,7 +145,8 @@ class Incoming:
                     self._residuals.setdefault(t.name, []).append((rows, count))
             key = _key(t.name, f"{own}factor")
             shape, dtype = stored.get(key, ((0,), torch.float32))
-            if shape[0] == (mesh.tp.size if split_over_tp(t.param) else 1):
+            used = isinstance(packed, Bucket) and t.module in built.reducer.wires
+            if used and shape[0] == (mesh.tp.size if split_over_tp(t.param) else 1):
                 factor = t.value.new_empty(1, *shape[1:], dtype=dtype)
                 self.tensors[key] = self.rows.factor(t, factor)
                 self._factors[t.name] = factor[0]

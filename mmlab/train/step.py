@@ -183,7 +183,7 @@ class HybridStep:
     def configure(self, plan: Plan, step: int, restored: bool = False) -> None:
         """Reduce gradients as the plan says for a step (1 is the first); between two steps, all ranks alike."""
         self.built.reducer.configure(communication(plan), step, restored)
-        self.built.reducer.share = self.built.optimizer.sharing(plan, step)
+        self.built.reducer.set_share(self.built.optimizer.sharing(plan, step), restored)
 
     def _begin(self, batch: StepInput) -> None:
         if self.encoder is not None:

@@ -1,12 +1,16 @@
 """Gradients in buckets that start inside backward: exact, in one order on every rank, measured."""
 
+from types import SimpleNamespace
+
 import gradient_functions
 import pytest
 import torch
 from gradient_functions import MODULES, Trained, chain, trained_of
 
 from mmlab.parallel import gradients
+from mmlab.parallel.compression.feedback import Kept
 from mmlab.parallel.gradients import Reducer
+from mmlab.parallel.scatter import Rows, ScatterSums, Unit
 
 
 @pytest.mark.parametrize("backend", ["gloo", "shm"])
@@ -81,6 +85,68 @@ def test_time_under_way_and_time_waited_are_told_apart(monkeypatch, pause, secon
     reducer.finish()
     assert reducer.overlap["language"] == gradients.Overlap(seconds, exposed)
     assert reducer.overlap["vision"] == gradients.Overlap(0.0, 0.0)  # it has nobody to talk to
+
+
+def test_a_bucket_is_under_way_until_its_last_round_ends(monkeypatch):
+    """On a device nothing but the wait tells when a round has ended."""
+    clock = [100.0]
+    monkeypatch.setattr(gradients.time, "perf_counter", lambda: clock[0])
+    parameters = chain(3, 4)
+    reducer = Reducer(trained_of(parameters), {}, dict.fromkeys(MODULES, 1e6))
+
+    class Untold(Scripted):
+        def end(self):
+            pass
+
+    class Sum:
+        def rounds(self, packed, wire, unit):
+            for _ in range(2):
+                yield Untold(clock, 3.0)
+
+    reducer.wires["language"] = object()  # nothing is sent
+    reducer.sums["language"] = Sum()
+    reducer.finish()
+    assert reducer.overlap["language"] == gradients.Overlap(6.0, 6.0)
+
+
+@pytest.fixture
+def unit():
+    """Five rows of 2 and three of 4 for three ranks, the first one's: two rows of padding in all."""
+    members = []
+    for name, shape in (("language.a", (5, 2)), ("language.b", (3, 4))):
+        rows = torch.zeros(-(-shape[0] // 3), *shape[1:])
+        trained = Trained(name, torch.nn.Parameter(rows), rows, "language", True, sharded=True)
+        members.append((trained, torch.Size(shape)))
+    return Unit(Rows(3, members), Kept(), False)
+
+
+def test_padding_of_sharded_rows_is_cleared_and_nothing_else(unit):
+    flat = torch.ones(unit.numel)
+    unit.clear_padding(flat)
+    assert flat.view(3, 8).tolist() == [[1.0] * 8, [1.0] * 8, [1.0] * 2 + [0.0] * 2 + [1.0] * 4]
+    again = unit.residual()
+    for name, part in unit.parts(flat):
+        unit.put(again, name, part)
+    assert torch.equal(again, flat)
+
+
+def test_residuals_of_sharded_rows_are_measured_where_they_are(unit, monkeypatch):
+    sums = ScatterSums(SimpleNamespace(ranks=3, rank=0), False, False)
+    sums.units.append(unit)
+    reducer = Reducer(unit.members, {}, dict.fromkeys(MODULES, 1e6), sharded={"language": sums})
+    unit.kept.residual = torch.arange(unit.numel, dtype=torch.float32)
+    unit.clear_padding(unit.kept.residual)
+    measured, norms = [], gradients.squared_norms
+
+    def spy(modules, grads):
+        found = list(grads)
+        measured.extend(value for _, value in found)
+        return norms(modules, found)
+
+    monkeypatch.setattr(gradients, "squared_norms", spy)
+    reducer.finish()
+    assert reducer.coding["language"].residual == pytest.approx(float(unit.kept.residual.square().sum()))
+    assert {v.untyped_storage().data_ptr() for v in measured} == {unit.kept.residual.untyped_storage().data_ptr()}
 
 
 @pytest.mark.parametrize(

@@ -109,5 +109,8 @@ def test_what_error_feedback_keeps_is_in_a_ranks_memory(change, kept):
     language = [share for share, place in zip(shares, layout.places, strict=True) if place.role == "language"]
     assert all(share.residual_bytes == (4 * share.trained if kept else 0) for share in language)
     assert ("left out" in str(layout)) == kept
+    scaled = plan.with_("precision.vision=fp16")  # any overflow takes the whole step back: both residuals are held
+    share = rank_share(scaled, scaled.layout(), layout.places[-1])
+    assert share.residual_bytes == (8 * share.trained if kept else 0)
     alone = plan.with_("parallel.dp=1")
     assert "left out" not in str(alone.layout())  # nobody to reduce with

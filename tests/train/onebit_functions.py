@@ -53,7 +53,7 @@ class Ranked:
 
     def reduce(self, step, grads):
         self.reducer.configure(communication(self.plan), step)
-        self.reducer.share = self.optimizer.sharing(self.plan, step)
+        self.reducer.set_share(self.optimizer.sharing(self.plan, step))
         self.reducer.unit = self.scaled
         for name, grad in grads.items():
             self.params[name].grad = grad * self.scaled

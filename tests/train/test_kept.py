@@ -1,5 +1,8 @@
 """What compression keeps, in checkpoints: bit for bit in the same layout, its sum in any other."""
 
+from types import SimpleNamespace
+from unittest.mock import patch
+
 import kept_functions
 import pytest
 import torch
@@ -7,6 +10,12 @@ from live import LiveRun, make_plan
 from torch.distributed.checkpoint import FileSystemReader
 
 from mmlab.messages import new_command, send
+from mmlab.parallel.buckets import Trained
+from mmlab.parallel.compression.feedback import Kept
+from mmlab.parallel.scatter import Rows as UnitRows
+from mmlab.parallel.scatter import Unit
+from mmlab.plan import Plan
+from mmlab.train.kept import saved
 
 SIDES = ("vision", "language")
 TWO = ("parallel.vision=first_stage", "parallel.vision_dp=0", "parallel.pp=1", "parallel.dp=2")
@@ -97,6 +106,7 @@ LAYOUTS = {
 PAIRS = [
     (layout, name) for layout in LAYOUTS for name in ("topk", "powersgd") if (layout[:5], name) != ("zero2", "powersgd")
 ]
+PAIRS.append(("zero2", "onebit"))  # of three ranks' rows some are padding, which onebit codes as +
 
 
 @pytest.mark.slow
@@ -162,10 +172,24 @@ def test_what_nobody_keeps_is_not_in_the_file_and_is_forgotten(pool, shards, tmp
     assert losses[2:4] == losses[4:6] != losses[0:2]
 
 
+def test_what_a_sharded_unit_keeps_is_copied_once():
+    members = []
+    for name in ("language.a", "language.b", "language.c"):
+        rows = torch.zeros(1, 2)
+        members.append((Trained(name, torch.nn.Parameter(rows), rows, "language", True), torch.Size((2, 2))))
+    unit = Unit(UnitRows(2, members), Kept(torch.arange(12.0)), False)
+    built = SimpleNamespace(reducer=SimpleNamespace(keepers=[unit]))
+    with patch.object(unit, "parts", wraps=unit.parts) as parts:
+        found = saved(Plan(), SimpleNamespace(place=None, reductions={}), built)
+    assert parts.call_count == 1
+    assert found["communication.language.b.residual"].tolist() == [[[2.0, 3.0], [8.0, 9.0]]]
+
+
 def test_one_rank_adds_what_several_left_out(pool, shards, tmp_path):
-    plan = make_plan(shards, *TWO, compressed("topk", "topk"))
+    """And holds no factors, which it would never use."""
+    plan = make_plan(shards, *TWO, compressed("topk", "powersgd"))
     follow(pool, plan, ("train", 2), ("save", tmp_path / "here"))
-    alone = make_plan(shards, *TWO, compressed("topk", "topk"), "parallel.dp=1")
+    alone = make_plan(shards, *TWO, compressed("topk", "powersgd"), "parallel.dp=1")
     _, (before, after) = follow(pool, alone, ("load", tmp_path / "here"), ("held",), ("train", 1), ("held",))
     assert before[0]
     assert not after[0]

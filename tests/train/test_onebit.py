@@ -149,6 +149,17 @@ def test_a_run_is_restored_after_the_freeze(pool, shards, tmp_path):
     assert all(left[3][m] > 0 for m in ("vision", "projector", "language"))
 
 
+def test_what_is_kept_of_gradients_is_dropped_at_the_freeze():
+    plan = ranks.make_plan(parallel__dp=1, communication__language__residual="keep")
+    made = Ranked(plan, None)
+    (bucket,) = (bucket for bucket in made.reducer.buckets if bucket.module == "language")
+    bucket.kept.residual = torch.ones_like(bucket.flat)
+    for step in range(1, FREEZE + 2):
+        made.reduce(step, gradients(step, 0))
+        made.update(step)
+        assert (bucket.kept.residual is not None) == (step <= FREEZE)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("changes", [("parallel.dp=1", "parallel.pp=2"), ("parallel.tp=2", "parallel.dp=1")])
 def test_the_freeze_passes_between_layouts(pool, shards, tmp_path, changes):
@@ -198,3 +209,22 @@ def test_residuals_of_gradients_are_none_of_first_moments(pool, shards, tmp_path
         assert dropped == []
         assert losses[-1] < 10
     assert here[1][1][0]
+
+
+@pytest.mark.slow
+def test_residuals_of_gradients_restored_before_the_freeze_do_not_pass_it(pool, shards, tmp_path):
+    """Kept since adamw through the steps without compression, they would be ten times too large for first moments."""
+    compressed = "communication.language.compressor=onebit", "communication.language.residual=keep"
+    adamw = without_evaluation(shards, *compressed, "train.freeze_step=4", "train.optimizer=adamw")
+    saved = ("train", 3), ("save", tmp_path / "here")
+    pool.run(kept_functions.follow, adamw.dumps(), saved, ranks=3)
+    plan = adamw.with_({"train.optimizer": "onebit_adam"})
+    again = ("load", tmp_path / "here"), ("train", 1), ("held",), ("train", 2)
+    kept = pool.run(kept_functions.follow, plan.dumps(), again, ranks=3)
+    plan = plan.with_({"communication.language.residual": "drop"})
+    dropped = pool.run(kept_functions.follow, plan.dumps(), again, ranks=3)
+    assert any(held for _, (held,), _ in kept)
+    for (losses, _, weights), (others, (held,), same) in zip(kept, dropped, strict=True):
+        assert not held
+        assert losses == others
+        assert all(torch.equal(value, same[name]) for name, value in weights.items())
