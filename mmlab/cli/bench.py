@@ -8,6 +8,9 @@ import typer
 
 from mmlab.cli.shared import JsonOption, Overrides, PlanArgument, check_writable, console, load_plan, write_results
 
+FEW = 10
+"""Counted steps below which a compressor's numbers are mostly noise."""
+
 
 def register(app: typer.Typer) -> None:
     """Add `bench offload` and `bench link`."""
@@ -88,6 +91,20 @@ def bench_link(
         "step; sent: MB that a host sends over the link. By bytes: the gain if a step took what one takes without "
         f"summing gradients ({1e3 * found['alone']:.0f} ms), and the time of its bits. Loss: after {steps} steps each, "
         "and after equal time (steps in brackets)."
+    )
+    if note := few_steps(found["rows"]):
+        out.print(note, markup=False)
+
+
+def few_steps(rows: list[dict[str, Any]]) -> str:
+    """What to make of rows of fewer than FEW steps; empty when there are none."""
+    counts = {row["compressor"]: len(row["seconds"]) for row in rows if "problem" not in row}
+    few = [f"{name} ({count})" for name, count in counts.items() if count < FEW]
+    if not few:
+        return ""
+    return (
+        f"Few steps on the clock: {', '.join(few)}. Their loss is that of one noisy step, and a gain can exceed that "
+        "by bytes; try a longer --seconds."
     )
 
 

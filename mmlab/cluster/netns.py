@@ -39,6 +39,8 @@ FRAME = 1514
 QUEUE = "400ms"
 """How long the shaper's queue may be: never full in any measurement, so TCP never has to send anything twice."""
 SLOWEST, FASTEST = 1e5, 1e11
+WAIT = 20.0
+"""Seconds that an `ip` or `tc` may take; on two busy cores they take milliseconds."""
 _UNITS = {"bit": 1.0, "kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
 _TIMES = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
 _NAME = re.compile(r"mmlab-(\d+)-(\d+)-[0-9a-f]{8}-[ab]")
@@ -71,8 +73,11 @@ def _number(option: str, text: str, units: dict[str, float], example: str) -> fl
 
 
 def ip(*arguments: str, program: str = "ip") -> str:
-    """What iproute2 prints. MmlabError with what it says when it fails."""
-    ended = subprocess.run([program, *arguments], capture_output=True, text=True, timeout=20, check=False)
+    """What iproute2 prints. MmlabError with what it says when it fails, and when it does not end."""
+    try:
+        ended = subprocess.run([program, *arguments], capture_output=True, text=True, timeout=WAIT, check=False)
+    except subprocess.TimeoutExpired:
+        raise MmlabError(f"`{program} {' '.join(arguments)}` has not ended after {WAIT:g} s") from None
     if ended.returncode:
         raise MmlabError(f"`{program} {' '.join(arguments)}` failed: {(ended.stderr or ended.stdout).strip()}")
     return ended.stdout
@@ -152,14 +157,6 @@ def _delay(host: Host, shape: Shape) -> None:
         raise MmlabError(
             f"--delay needs the kernel's netem, which this one lacks ({error}); leave --delay out"
         ) from None
-
-
-def sent_bytes(host: Host) -> int:
-    """Bytes that a host has sent over the link since it was made, headers included: the kernel's own count."""
-    text = ip("-n", host.namespace, "-s", "link", "show", DEVICE)
-    sent = re.search(r"TX:.*\n\s+(\d+)", text)
-    assert sent is not None, text
-    return int(sent[1])
 
 
 class _Guardian:

@@ -21,15 +21,18 @@ _WINDOW = 1 << 32
 @dataclass(frozen=True)
 class Position:
     """Where the data stands: the resume state. `sources`: the cursors of each source; `taken`: samples drawn from each
-    so far. With a shuffle window both are those at the window's start, and `offset` samples of it are consumed."""
+    so far. With a shuffle window of `window` samples both are those at the window's start, and `offset` samples of it
+    are consumed."""
 
     sources: tuple[Cursors, ...]
     taken: tuple[int, ...]
     offset: int = 0
+    window: int = 0
 
     def to_json(self) -> dict[str, Any]:
         """As JSON values."""
-        return {"sources": [c.to_json() for c in self.sources], "taken": list(self.taken), "offset": self.offset}
+        sources = [cursors.to_json() for cursors in self.sources]
+        return {"sources": sources, "taken": list(self.taken), "offset": self.offset, "window": self.window}
 
     @classmethod
     def from_json(cls, value: dict[str, Any]) -> Position:
@@ -37,7 +40,8 @@ class Position:
         if "sources" not in value:
             return cls((Cursors.from_json(value),), (0,))  # of one source the count decides nothing
         sources = tuple(Cursors.from_json(cursors) for cursors in value["sources"])
-        return cls(sources, tuple(int(n) for n in value["taken"]), int(value["offset"]))
+        taken = tuple(int(n) for n in value["taken"])
+        return cls(sources, taken, int(value["offset"]), int(value["window"]))
 
 
 class Order:
@@ -95,7 +99,7 @@ class Order:
 
     def start(self) -> Position:
         """The position before the first sample."""
-        return Position(tuple(source.start() for source in self.sources), (0,) * len(self.sources))
+        return Position(tuple(source.start() for source in self.sources), (0,) * len(self.sources), 0, self.window)
 
     def take(self, position: Position, n: int) -> tuple[list[LaneItem], Position]:
         """The next `n` samples (shards numbered over all sources) and the position after them. Pure."""
@@ -103,7 +107,7 @@ class Order:
             return self._draw(position, n)
         items: list[LaneItem] = []
         while len(items) < n:
-            window, after = self._window(replace(position, offset=0))
+            window, after = self._window(replace(position, offset=0, window=self.window))
             new = window[position.offset : position.offset + n - len(items)]
             items += new
             offset = position.offset + len(new)
@@ -115,7 +119,7 @@ class Order:
         if self._shuffled is None or self._shuffled[0] != start:
             items, after = self._draw(start, self.window)
             order = keyed_order(self.window, self.seed, _WINDOW + sum(start.taken) // self.window)
-            self._shuffled = start, [items[i] for i in order.tolist()], after
+            self._shuffled = start, [items[i] for i in order.tolist()], replace(after, window=self.window)
         return self._shuffled[1:]
 
     def _draw(self, position: Position, n: int) -> tuple[list[LaneItem], Position]:

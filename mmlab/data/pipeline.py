@@ -137,10 +137,10 @@ class DataSource:
                 f"data.sources: the saved position is of {len(position.sources)} sources, not of "
                 f"{len(self.order.sources)}. Name the same sources in the same order to go on from there."
             )
-        if position.offset >= max(1, self.order.window):
+        if position.offset and position.window != self.order.window:
             raise DataError(
                 f"data.shuffle_window = {self.order.window}: the saved position is {position.offset} samples into a "
-                "larger window. Set the window it was saved with to go on from there."
+                f"window of {position.window}. Set data.shuffle_window={position.window} to go on from there."
             )
 
     # -- text

@@ -18,7 +18,7 @@ Counts = Annotated[
 """Whole numbers of at least 1; a list in TOML, a tuple here, so that a plan stays hashable."""
 Shares = Annotated[
     tuple[Annotated[float, Field(gt=0)], ...],
-    BeforeValidator(lambda value: tuple(map(float, value)) if isinstance(value, list) else value),
+    BeforeValidator(lambda value: tuple(value) if isinstance(value, list) else value),
 ]
 """Positive numbers; a list in TOML, a tuple here."""
 MODULES = ("vision", "projector", "language")

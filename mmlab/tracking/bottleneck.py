@@ -93,7 +93,10 @@ class Bottleneck(Table):
 
     def _communication(self, steps: list[Mapping[str, Any]]) -> Wait:
         """What is not hidden behind backward, and what coding costs."""
-        seconds = sum(self._waited(steps, module) + self._coding(steps, module) for module in MODULES)
+        sides = dict.fromkeys((True, False), 0.0)  # the encoder's ranks and the others wait at the same time
+        for module in MODULES:
+            sides[beside_encoder(self.plan, module)] += self._waited(steps, module) + self._coding(steps, module)
+        seconds = max(sides.values())
         return self._wait("communication", seconds, "waiting for gradients and coding them, where it takes longest")
 
     @staticmethod
@@ -122,7 +125,7 @@ class Bottleneck(Table):
             yield ("parallel.schedule=zb_h1",) if p.schedule != "zb_h1" else ("parallel.balance=measured",)
         elif self.cause == "communication":
             yield from self._less_communication(steps)
-        elif self.cause == "optimizer":
+        elif self.cause == "optimizer" and p.sharding == "none":
             yield ("parallel.sharding=zero1",)
 
     def _less_communication(self, steps: list[Mapping[str, Any]]) -> Iterator[Changes]:

@@ -49,12 +49,13 @@ class Ledger:
     """
 
     def __init__(self, record: RunRecord) -> None:
-        lines = read_events(record.paths.ledger)[0]
+        lineages = record.lineages()  # first: what is known of a run that goes on is then in the ledger
+        known = {event["id"] for event in record.events() if event["kind"] == "lineage"}
+        lines = [line for line in read_events(record.paths.ledger)[0] if line["lineage"] in known]
         self._data = {line["lineage"]: line for line in lines if line["kind"] == "data"}
         if not self._data:
             raise MmlabError(f"run {record.id} has no ledger yet: it is begun with the first step")
-        lineages = record.lineages()
-        self.lineage = str(lineages[0]["id"]) if lineages else ""
+        self._newest = next((self._data[e["id"]] for e in lineages if e["id"] in self._data), lines[0])
         self.steps: dict[int, list[Place]] = {}
         self.taken_back: list[tuple[str, int, int]] = []
         self.problems: list[str] = []
@@ -92,9 +93,7 @@ class Ledger:
         self.taken_back = [(lineage, min(numbers), max(numbers)) for lineage, numbers in back.items()]
 
     def _count(self) -> list[Epoch]:
-        if self.lineage not in self._data:
-            return []
-        order = _order(self._data[self.lineage])
+        order = _order(self._newest)
         used: Counter[tuple[int, int]] = Counter()
         for shard, _, epoch in (place for samples in self.steps.values() for place in samples):
             used[order.source_of(shard), epoch] += 1
@@ -132,7 +131,7 @@ class Ledger:
     def name(self, place: Place) -> str:
         """A sample as `shard/key`, or by its position in the shard where that cannot be read any more."""
         shard, index, _ = place
-        path = Path(self._data[self.lineage]["shards"][shard])
+        path = Path(self._newest["shards"][shard])
         keys = self._keys(path)
         return f"{path.name}/{keys[index]}" if index < len(keys) else f"{path.name} number {index}"
 

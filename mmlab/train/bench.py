@@ -51,7 +51,8 @@ def run_for(
 
     "seconds" of each counted step, "losses" of all, "handed" the bytes of gradients that this rank has handed to
     communication in a counted step, "sent" those that left this host by a network interface, headers and all (Linux).
-    Without `exchange` replicas keep their gradients for themselves: what a step takes apart from summing them.
+    Without `exchange` replicas keep their gradients for themselves: what a step takes apart from summing them (not
+    under zero2, zero3 and DeepSpeed, which sum them all the same).
     """
     with _bench(rank, world, host, port, plan_text, exchange) as bench:
         for _ in range(WARM_UP):
@@ -100,8 +101,9 @@ class _Bench:
         return result.commands
 
     def handed(self) -> float:
-        """Bytes of gradients handed to communication so far."""
-        return float(sum(self.mesh.traffic.bytes[axis] for axis in (*MODULES, "sharding")))
+        """Bytes of gradients handed to communication so far. Those that zero2 and zero3 sum are not among them: they
+        are counted together with gathered weights."""
+        return float(sum(self.mesh.traffic.bytes[axis] for axis in MODULES))
 
 
 @contextlib.contextmanager

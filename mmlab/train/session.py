@@ -82,25 +82,21 @@ class Session:
         if self.log is not None:
             self.log.emit(kind, **fields)
 
-    def begin_lineage(self, parent: str, parent_step: int) -> None:
-        """Start a new lineage that branches off another one; all ranks together."""
+    def begin_lineage(self, parent: str, parent_step: int, cursors: Position) -> None:
+        """Start a new lineage that branches off another one, with the data where it stood then; all ranks together."""
         self.lineage = self.channel.share(secrets.token_hex(4))
+        if self.ledger is not None:  # first: a lineage that is known has its data in the ledger
+            self.ledger.lineage = self.lineage
+            self.ledger.emit("data", step=parent_step, cursors=cursors.to_json(), **self.source.identity())
         if self.log is not None:
             self.log.lineage = self.lineage
         self.emit("lineage", step=parent_step, id=self.lineage, parent=parent, parent_step=parent_step)
-
-    def _stand(self, cursors: Position, step: int) -> None:
-        """Stand after a step with the data where it was then; the lineage's first line of the ledger says so."""
-        self.feed.reset(cursors, step)
-        if self.ledger is not None:
-            self.ledger.lineage = self.lineage
-            self.ledger.emit("data", step=step, cursors=cursors.to_json(), **self.source.identity())
+        self.feed.reset(cursors, parent_step)
 
     def start(self, restore: str | None) -> None:
         """From the beginning, or from a checkpoint's name ("latest" for the newest); all ranks together."""
         if restore is None:
-            self.begin_lineage("", 0)
-            self._stand(self.feed.cursors, 0)
+            self.begin_lineage("", 0, self.feed.cursors)
         else:
             self._load({"name": "" if restore == "latest" else restore})
             steps = self.plan.train.steps  # the length of the run is not the checkpoint's, but what was last asked for
@@ -327,8 +323,7 @@ class Session:
         values = self._take_values({key: get(saved, key) for key in live_keys() if key != "train.steps"}, name)
         self.steering.step, self.steering.loss = manifest["step"], manifest["loss"]
         self.runner.configure(self.plan, self.steering.step + 1, restored=True)
-        self.begin_lineage(manifest["lineage"], manifest["step"])
-        self._stand(Position.from_json(manifest["cursors"]), manifest["step"])
+        self.begin_lineage(manifest["lineage"], manifest["step"], Position.from_json(manifest["cursors"]))
         self.emit("restore", step=manifest["step"], name=name, from_step=manifest["step"], values=values)
         return f"restored {name} (step {manifest['step']})"
 

@@ -203,10 +203,11 @@ def _compression(feed: Feed) -> str:
     if all(row.compressor == "none" for row in table.rows):
         return ""
     note = (
-        "Mean of the last steps with the compressor in force, all ranks together. Left out so far: what error feedback "
-        "sends later; relative error: of the reduced gradient against one reduced without compression, where measured."
+        "Mean of the last steps with the compressor in force, all ranks together. Left out: what error feedback sends "
+        "later; error: of the reduced gradient relative to one reduced without compression, where measured."
     )
-    return _section("Compressed gradients", _table(table.header, table.cells), f"{note} {table.below.capitalize()}.")
+    below = f" {table.below[0].upper()}{table.below[1:]}." if table.below else ""
+    return _section("Compressed gradients", _table(table.header, table.cells), note + below)
 
 
 def _schedule(feed: Feed) -> str:

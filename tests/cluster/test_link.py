@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -12,11 +13,24 @@ import psutil
 import pytest
 
 from mmlab.cli import run_command
+from mmlab.cli.bench import few_steps
 from mmlab.cluster import netns
-from mmlab.cluster.link import cases, expected, refuse_useless, split
+from mmlab.cluster.link import (
+    PATIENCE,
+    STEPS,
+    bench_link,
+    cases,
+    expected,
+    refuse_unmeasured,
+    refuse_useless,
+    split,
+    time_limit,
+)
 from mmlab.cluster.netns import Shape
 from mmlab.errors import MmlabError
 from mmlab.plan import Plan
+from mmlab.plan.sizes import rank_share
+from mmlab.train.bench import LEAST, WARM_UP
 
 LAPTOP = Plan.preset("laptop").with_("parallel.pp=1")
 MERGED = ("parallel.vision=first_stage", "parallel.vision_dp=0", "parallel.pp=1")
@@ -81,6 +95,55 @@ def test_cases_are_changes_to_the_plan_with_dense_first():
             cases(LAPTOP.with_("parallel.dp=2"), [name])
 
 
+def test_compressors_are_measured_from_the_first_step_and_by_themselves():
+    asked = (
+        "communication.measure_every=2",
+        "communication.vision.warmup_steps=9",
+        "communication.language.warmup_steps=9",
+    )
+    for name, plan in cases(LAPTOP.with_("parallel.dp=2", "parallel.vision_dp=2", *asked), ["int8"]):
+        communication = plan.communication
+        assert communication.measure_every == 0
+        assert communication.vision.at(1).compressor == communication.language.at(1).compressor == name
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        (("parallel.sharding=zero2",), "zero2 sums gradients inside backward"),
+        (("parallel.sharding=zero3",), "zero3 sums gradients inside backward"),
+        (("parallel.engine=deepspeed", "parallel.sharding=zero2", "offload.mode=optimizer"), "DeepSpeed sums"),
+        (("train.optimizer=onebit_adam", "train.clip_norm=0"), "up to step 20"),
+    ],
+)
+def test_a_plan_whose_exchange_cannot_be_told_apart_is_refused_with_a_fix(changes, reason):
+    plan = Plan.preset("laptop").with_(*TINY, *changes)
+    plan.check().raise_if_any()
+    with pytest.raises(MmlabError, match=reason) as caught:
+        refuse_unmeasured(plan)
+    fixed = plan.with_(*re.findall(r"\S+=\w+", str(caught.value)))
+    fixed.check().raise_if_any()
+    refuse_unmeasured(fixed)
+
+
+def test_a_slow_link_is_given_the_time_of_its_bits():
+    assert STEPS == WARM_UP + LEAST
+    plan = LAPTOP.with_("parallel.dp=2", "parallel.vision_dp=2")
+    layout = plan.layout()
+    dense = 4 * rank_share(plan, layout, layout.places[-1]).trained  # with two replicas a host sends them once
+    slow, other = Shape(1e5), 1e6
+    needed = STEPS * expected(0.0, dense + other, slow)
+    assert needed > 6 * PATIENCE
+    assert time_limit(plan, split(layout), 20.0, other, slow) > 20.0 + PATIENCE + needed
+
+
+def test_few_steps_are_said_to_be_few():
+    rows = [{"compressor": "none", "seconds": [2.0] * 4}, {"compressor": "int8", "seconds": [0.5] * 10}]
+    assert "none (4)" in few_steps([*rows, {"compressor": "onebit", "problem": "..."}])
+    assert "int8" not in few_steps(rows)
+    assert few_steps(rows[1:]) == ""
+
+
 def test_a_step_by_bytes_alone():
     assert expected(0.1, 12.5e6, Shape(1e8)) == pytest.approx(1.1)
 
@@ -93,6 +156,12 @@ def test_the_command_refuses_in_one_line(capsys, monkeypatch):
     assert "not a compressor" in capsys.readouterr().err
     assert run_command([*command, "parallel.dp=1"]) == 1
     assert "one rank" in capsys.readouterr().err
+    assert run_command([*command, "parallel.sharding=zero2"]) == 1
+    assert "zero2" in capsys.readouterr().err
+    assert run_command([*command, "--seconds", "inf"]) == 1
+    assert "number of seconds" in capsys.readouterr().err
+    with pytest.raises(MmlabError, match="number of seconds"):
+        bench_link(LAPTOP, Shape(1e8), [], float("nan"))
     monkeypatch.setattr(sys, "platform", "linux")
     monkeypatch.setattr(shutil, "which", lambda name: name)
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
@@ -123,6 +192,21 @@ def test_compressors_are_measured_beside_dense(tmp_path, capsys):
     assert dense["predicted"] == dense["ratio"] == 1.0 < half["predicted"] < factors["predicted"]
     assert "powersgd:2" in capsys.readouterr().out
     assert set(netns.NAMESPACES.iterdir()) == before
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(120)
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="the kernel's count of sent bytes is Linux's")
+def test_weights_that_zero1_gathers_are_not_gradients_handed_over(pool):
+    """And a step without summing gradients hands none over."""
+    whole = LAPTOP.with_(*TINY)
+
+    def handed(plan, exchange):
+        found = pool.run("mmlab.train.bench:run_for", plan.dumps(), 0.0, "lo", exchange, ranks=2, timeout=90)
+        return [result["handed"] for result in found]
+
+    assert handed(whole.with_("parallel.sharding=zero1"), True) == handed(whole, True) != [0.0, 0.0]
+    assert handed(whole.with_("parallel.sharding=zero1"), False) == [0.0, 0.0]
 
 
 def of(pid):

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from mmlab.data.lanes import Lanes
 from mmlab.data.order import Order, Position
 from mmlab.data.pipeline import DataSource
-from mmlab.errors import DataError
+from mmlab.errors import DataError, PlanError
 from mmlab.plan import Plan
 
 
@@ -101,8 +101,8 @@ def test_a_plan_mixes_sources(mixed_plan):
     assert by_size.order.weights == [12, 4]
     with pytest.raises(DataError, match=r"data\.sources: the saved position is of 1 sources, not of 2"):
         source.manifest(1, Position(position.sources[:1], (0,)))
-    with pytest.raises(DataError, match=r"data\.shuffle_window = 0: the saved position is 3 samples into a larger"):
-        source.manifest(1, Position(position.sources, (0, 0), 3))
+    with pytest.raises(DataError, match=r"data\.shuffle_window = 0: .* 3 samples into a window of 8"):
+        source.manifest(1, Position(position.sources, (0, 0), 3, 8))
     for each in (source, by_size):
         each.close()
 
@@ -113,5 +113,11 @@ def test_bad_mixtures_are_refused(mixed_plan):
     assert not problems.apply().check()
     with pytest.raises(Exception, match=r"data.weights = .*must be a list of positive numbers"):
         mixed_plan("data.weights=[1, 0]")
+    for weights in ([[1]], [True, 1], ["a", 1]):
+        with pytest.raises(PlanError, match=r"data.weights"):
+            mixed_plan({"data.weights": weights})
+    (problem,) = mixed_plan("data.shuffle_window=100000000").check()
+    assert problem.field == "data.shuffle_window"
+    assert not mixed_plan("data.shuffle_window=100000000").check().apply().check()
     with pytest.raises(DataError, match=r'data\.sources = "nowhere"'):
         DataSource(mixed_plan({"data.sources": ["nowhere"]}))

@@ -77,6 +77,20 @@ def test_fewer_bytes_are_suggested_where_the_link_is_slow_and_less_coding_where_
     assert found.changes == changes
 
 
+def test_the_encoders_ranks_and_the_others_wait_at_the_same_time():
+    more = {
+        "communication": {"vision": {"seconds": 0.1, "exposed": 0.09}, "language": {"seconds": 0.1, "exposed": 0.08}}
+    }
+    found = Bottleneck(Plan.preset("quickstart").with_(*TWICE), steps(quickstart({}, BUSY, BUSY), **more))
+    assert found.waits[0].seconds == pytest.approx(0.09)
+
+
+def test_what_is_shared_out_already_is_not_suggested():
+    plan = Plan.preset("quickstart").with_(*TWICE, "parallel.sharding=zero1")
+    found = Bottleneck(plan, steps(quickstart({}, {"optimizer": 0.03}, {"optimizer": 0.04})))
+    assert (found.cause, found.changes) == ("optimizer", ())
+
+
 def test_a_compressor_that_waits_for_its_warm_up_is_not_suggested():
     plan = Plan.preset("quickstart").with_(*TWICE, "data.global_batch=8", "communication.language.compressor=powersgd")
     found = Bottleneck(plan, steps(quickstart({}, BUSY, BUSY), communication=EXPOSED, traffic=SENT))

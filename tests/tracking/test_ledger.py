@@ -80,6 +80,27 @@ def test_going_on_without_what_a_step_had_consumed_is_found(run):
     assert ledger.problems == [f"2 samples were passed over: {names}"]
 
 
+def test_a_lineage_whose_data_line_was_cut_is_said_and_samples_keep_their_names(run):
+    run.steps(1, 3)
+    run.begin("two", "one", 2)
+    text = run.paths.ledger.read_text().splitlines(keepends=True)
+    run.paths.ledger.write_text("".join(text[:-1]))
+    ledger = run.read()
+    assert ledger.problems == ["the ledger does not say with which data a lineage began"]
+    assert len(ledger.to_json()["samples"][1]) == BATCH
+    assert ledger.epochs[0].used == 2 * BATCH
+
+
+def test_what_a_lineage_wrote_that_the_events_do_not_know_yet_does_not_count(run):
+    run.steps(1, 3)
+    run.ledger.lineage = "two"
+    run.ledger.emit("data", step=2, cursors=run.at[2].to_json(), **run.identity)
+    run.ledger.emit("step", step=3, samples=[[0, 0, 0]])
+    ledger = run.read()
+    assert ledger.ok, ledger.problems
+    assert ledger.taken_back == []
+
+
 def again(step, samples):
     return [*samples[:-1], samples[0]] if step == 3 else samples
 

@@ -8,6 +8,8 @@ from collections.abc import Iterator
 from mmlab.plan.problems import Fix, Problem
 from mmlab.plan.schema import Plan
 
+MAX_WINDOW = 1 << 16
+"""Samples of a shuffle window: each is a Python object on each rank, and a new window takes a second at this size."""
 MAX_LANES = 1024
 """Lanes beyond this make every manifest and checkpoint carry cursors without mixing samples any better."""
 
@@ -59,6 +61,9 @@ def mixture(plan: Plan) -> Iterator[Problem]:
     if d.weights and len(d.weights) != len(d.sources):
         message = f"{len(d.weights)} weights for {len(d.sources)} sources."
         yield Problem("data.weights", message, Fix("mix by size", ("data.weights=[]",)))
+    if d.shuffle_window > MAX_WINDOW:
+        message = f"a window of {d.shuffle_window} samples is held by every rank; {MAX_WINDOW} mix as well."
+        yield Problem("data.shuffle_window", message, Fix("shrink it", (f"data.shuffle_window={MAX_WINDOW}",)))
 
 
 def lanes(plan: Plan) -> Iterator[Problem]:
