@@ -199,6 +199,7 @@ def test_residuals_of_gradients_are_none_of_first_moments(pool, shards, tmp_path
     """They are in another unit, ten times apart; the same optimizer goes on with them."""
     compressed = ("communication.language.compressor=onebit", "train.freeze_step=2")
     plan = without_evaluation(shards, *compressed, f"train.optimizer={first}")
+    pool.grow(3)
     saved = ("train", 3), ("held",), ("save", tmp_path / "here")
     here = pool.run(kept_functions.follow, plan.dumps(), saved, ranks=3)
     loaded = ("load", tmp_path / "here"), ("held",), ("train", 1)
@@ -216,6 +217,7 @@ def test_residuals_of_gradients_restored_before_the_freeze_do_not_pass_it(pool, 
     """Kept since adamw through the steps without compression, they would be ten times too large for first moments."""
     compressed = "communication.language.compressor=onebit", "communication.language.residual=keep"
     adamw = without_evaluation(shards, *compressed, "train.freeze_step=4", "train.optimizer=adamw")
+    pool.grow(3)
     saved = ("train", 3), ("save", tmp_path / "here")
     pool.run(kept_functions.follow, adamw.dumps(), saved, ranks=3)
     plan = adamw.with_({"train.optimizer": "onebit_adam"})
