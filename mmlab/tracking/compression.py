@@ -35,7 +35,7 @@ class ModuleCompression:
     coding: float | None = None
     """Seconds a step spent coding (on the rank where it was longest); None without compression."""
     residual: float | None = None
-    """Norm of what all ranks have left out so far; None where nothing is left out."""
+    """What the ranks have left out so far: the root of the sum of their squared norms; None where it is nothing."""
     residual_share: float | None = None
     """The same, divided by the norm of the module's gradient."""
     error: float | None = None
