@@ -81,7 +81,7 @@ def verify(
     if off := result["compressors_off"]:
         named = ", ".join(f"{side} {compressor}" for side, compressor in off.items())
         out.print(f"  without compression ({named}): compressed gradients differ by design")
-    if loaded.train.optimizer == "onebit_adam" and loaded.train.freeze_step >= steps:
+    if loaded.train.optimizer == "onebit_adam" and not loaded.train.reduces_momentum(steps):
         out.print(f"  all of them AdamW: the second moment is frozen after step {loaded.train.freeze_step}")
     for name, what in (("max_rel_loss", "loss"), ("max_rel_grad", "gradients"), ("max_rel_param", "weights")):
         out.print(f"  largest relative difference of the {what}: {result[name]:.2e}")

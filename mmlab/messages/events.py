@@ -94,6 +94,17 @@ def read_events(path: Path, offset: int = 0, limit: int = -1) -> tuple[list[Even
     return events, offset + end
 
 
+def last_steps(lineages: list[Event]) -> dict[str, float]:
+    """The last step of each of these lineages (newest first, as `RunRecord.lineages`) that no restore has taken back:
+    infinite for the current one."""
+    last: dict[str, float] = {}
+    cut = float("inf")
+    for lineage in lineages:
+        last[lineage["id"]] = cut
+        cut = min(cut, lineage["parent_step"])
+    return last
+
+
 def planned_steps(events: list[Event], default: int) -> int:
     """Planned steps of a run with what `set` made of them; `default` is the plan's own number."""
     for event in reversed(events):

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mmlab.errors import MmlabError
-from mmlab.messages.events import Event, read_events
+from mmlab.messages.events import Event, last_steps, read_events
 
 if TYPE_CHECKING:
     from mmlab.data.order import Order
@@ -76,11 +76,7 @@ class Ledger:
 
     def _read(self, lines: list[Event], lineages: list[Event]) -> None:
         """Sort the steps into those that count and those that a restore took back."""
-        last: dict[str, float] = {}
-        cut = float("inf")
-        for lineage in lineages:
-            last[lineage["id"]] = cut
-            cut = min(cut, lineage["parent_step"])
+        last = last_steps(lineages)
         back: dict[str, list[int]] = {}
         for line in (line for line in lines if line["kind"] == "step"):
             number, lineage_id = int(line["step"]), line["lineage"]

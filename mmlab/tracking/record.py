@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from mmlab.errors import CheckpointError, MmlabError
 from mmlab.messages.beacon import LEFT_UNSAID, BeaconState, all_left, read_beacons
 from mmlab.messages.control import read_command
-from mmlab.messages.events import ENDED, Event, planned_steps, read_events
+from mmlab.messages.events import ENDED, Event, last_steps, planned_steps, read_events
 from mmlab.messages.failures import Failure, read_failures
 from mmlab.messages.files import RunPaths, process_alive, read_json
 from mmlab.messages.runs import runs_root
@@ -87,11 +87,7 @@ class RunRecord:
 
     def metrics(self) -> list[Event]:
         """One dict a step of the current lineage, what it inherits from its ancestors included, by step."""
-        limit: dict[str, float] = {}
-        cut = float("inf")
-        for lineage in self.lineages():
-            limit[lineage["id"]] = cut
-            cut = min(cut, lineage["parent_step"])
+        limit = last_steps(self.lineages())
         steps = (event for event in self._events if event["kind"] == "step")
         kept = [event for event in steps if event["step"] <= limit.get(event["lineage"], -1)]
         by_step = {event["step"]: event for event in kept}

@@ -94,7 +94,7 @@ def run_plain(plan: Plan, steps: int) -> list[StepRecord]:
         rates = learning_rates(plan, step)
         for group in optimizer.param_groups:
             group["lr"] = rates[group["name"].split(".", 1)[0]]
-        if plan.train.optimizer == "onebit_adam" and step > plan.train.freeze_step:
+        if plan.train.reduces_momentum(step):
             record.grads = _frozen_update(optimizer, step)
         else:
             optimizer.step()

@@ -17,12 +17,10 @@ from torch import Tensor
 class Codec(Protocol):
     """A number format for gradients on the wire.
 
-    `align`: a run of gradients is cut for several ranks at multiples of so many elements. `biased`: what coding loses
-    must be sent later (error feedback) for training to converge.
+    `align`: a run of gradients is cut for several ranks at multiples of so many elements.
     """
 
     align: int
-    biased: bool
 
     def size(self, count: int) -> int:
         """Bytes of the payload of `count` elements."""
@@ -38,7 +36,6 @@ class Plain:
     """The values as they are, in float32 or in float64."""
 
     align = 1
-    biased = False
 
     def __init__(self, dtype: torch.dtype) -> None:
         self.dtype = dtype
@@ -60,7 +57,6 @@ class Bf16:
     """bfloat16, rounded to nearest: |x - C(x)| <= 2^-8 |x| for what is not denormal."""
 
     align = 1
-    biased = False
 
     def size(self, count: int) -> int:
         """2 bytes an element."""
@@ -84,7 +80,6 @@ class Fp16:
     """
 
     align = 1
-    biased = False
 
     def size(self, count: int) -> int:
         """4 bytes and 2 an element."""
@@ -127,7 +122,6 @@ class Int8:
     """
 
     align = 256
-    biased = True
     _least = torch.finfo(torch.float32).tiny
     """No scale is less: zeros and denormals need no division by zero, and lose at most half of it."""
 
@@ -167,7 +161,6 @@ class OneBit:
     """
 
     align = 256
-    biased = True
 
     def size(self, count: int) -> int:
         """4 bytes a block and 1 for 8 elements."""
@@ -210,7 +203,6 @@ class TopK:
     """
 
     align = 1
-    biased = True
 
     def __init__(self, ratio: float) -> None:
         self.ratio = ratio

@@ -77,5 +77,4 @@ def make_sum(settings: GroupCommunication) -> BucketSum:
         return DenseSum(settings.residual)
     if settings.compressor == "powersgd":
         return PowerSgd(settings)
-    codec = make_codec(settings)
-    return CodedSum(codec, codec.biased and settings.error_feedback, settings.residual)
+    return CodedSum(make_codec(settings), settings.keeps_residual, settings.residual)
