@@ -9,13 +9,11 @@ from typing import TYPE_CHECKING, Any
 from mmlab.messages import PHASES
 from mmlab.plan.holders import beside_encoder
 from mmlab.plan.schema import MODULES
-from mmlab.tracking.tables import Table, milliseconds
+from mmlab.tracking.tables import WINDOW, Table, mean, milliseconds
 
 if TYPE_CHECKING:
     from mmlab.plan import Plan
 
-WINDOW = 20
-"""Last steps over which times are averaged."""
 SKIPPED = 2
 """First steps of a run, which make buffers and are left out as soon as there are others."""
 CODING = 1e9
@@ -55,13 +53,13 @@ class Bottleneck(Table):
         timed = [step for step in steps if step.get("phases")]
         timed = (timed[SKIPPED:] or timed)[-WINDOW:]
         self.plan = plan
-        self.seconds = _mean(step["seconds"] for step in timed)
+        self.seconds = mean(step["seconds"] for step in timed)
         self.waits: list[Wait] = []
         self.changes: Changes = ()
         self.cause = "compute"
         if not timed:
             return
-        rows = [[_mean(step["phases"][rank][i] for step in timed) for i in range(len(PHASES))]
+        rows = [[mean(step["phases"][rank][i] for step in timed) for i in range(len(PHASES))]
                 for rank in range(plan.world_size)]  # fmt: skip
         self._times = [dict(zip(PHASES, row, strict=True)) for row in rows]
         found = [*self._of_ranks(), self._communication(timed)]
@@ -81,7 +79,7 @@ class Bottleneck(Table):
         yield self._wait("data", most, "waiting for images and text, on the rank that waits most")
         if p.vision == "own_ranks":
             first = [self._times[place.rank]["exchange"] for place in stages if place.pp == 0]
-            yield self._wait("encoder", _mean(first), "waiting for image tokens, mean of the first stage's ranks")
+            yield self._wait("encoder", mean(first), "waiting for image tokens, mean of the first stage's ranks")
         else:
             most = max(self._times[rank]["encode"] for rank in layout.vision_ranks)
             yield self._wait("encoder", most, "encoding, on the rank that encodes longest")
@@ -101,11 +99,11 @@ class Bottleneck(Table):
 
     @staticmethod
     def _waited(steps: list[Mapping[str, Any]], module: str) -> float:
-        return _mean(step.get("communication", {}).get(module, {}).get("exposed", 0.0) for step in steps)
+        return mean(step.get("communication", {}).get(module, {}).get("exposed", 0.0) for step in steps)
 
     @staticmethod
     def _coding(steps: list[Mapping[str, Any]], module: str) -> float:
-        return _mean(step.get("compression", {}).get(module, {}).get("seconds", 0.0) for step in steps)
+        return mean(step.get("compression", {}).get(module, {}).get("seconds", 0.0) for step in steps)
 
     def _ideas(self, steps: list[Mapping[str, Any]]) -> Iterator[Changes]:
         """What may help against the cause, the likeliest first."""
@@ -150,8 +148,8 @@ class Bottleneck(Table):
         """Bytes a second at which a rank's gradients were reduced."""
         told = [s for s in steps if module in s.get("communication", {}) and module in s.get("traffic", {})]
         ranks = sum(map(len, self.plan.layout().groups(module)))
-        seconds = _mean(step["communication"][module]["seconds"] for step in told)
-        return _mean(sum(step["traffic"][module]) for step in told) / ranks / seconds if seconds else 0.0
+        seconds = mean(step["communication"][module]["seconds"] for step in told)
+        return mean(sum(step["traffic"][module]) for step in told) / ranks / seconds if seconds else 0.0
 
     @property
     def sentence(self) -> str:
@@ -180,11 +178,6 @@ class Bottleneck(Table):
     def html(self) -> str:
         """The sentence and the table as HTML."""
         return f"<p>{self.sentence}</p>{super().html()}" if self.waits else super().html()
-
-
-def _mean(values: Iterable[float]) -> float:
-    found = list(values)
-    return sum(found) / len(found) if found else 0.0
 
 
 def _admitted(plan: Plan, changes: Changes) -> bool:

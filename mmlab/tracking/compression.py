@@ -7,10 +7,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from mmlab.plan.schema import MODULES, GroupCommunication
-from mmlab.tracking.tables import Table, milliseconds, size
+from mmlab.tracking.tables import WINDOW, Table, mean, milliseconds, size
 
-WINDOW = 20
-"""Last steps over which bytes, seconds and the ratio of gradient norms are averaged."""
 Step = Mapping[str, Any]
 
 
@@ -134,7 +132,7 @@ def _row(module: str, done: list[Step]) -> ModuleCompression:
     recent = alike[:WINDOW]
     coded = [step["compression"][module] for step in recent if module in step.get("compression", {})]
     timed = [step["communication"][module] for step in recent if module in step.get("communication", {})]
-    counted = _mean(sum(step["traffic"][module]) for step in recent if module in step["traffic"]) if timed else None
+    counted = mean(sum(step["traffic"][module]) for step in recent if module in step["traffic"]) if timed else None
     measured = next((s for s in alike if s.get("compression", {}).get(module, {}).get("error") is not None), None)
     residual = coded[0]["residual"] if coded else None
     norm = last.get("grad_norm", {}).get(module)
@@ -144,9 +142,9 @@ def _row(module: str, done: list[Step]) -> ModuleCompression:
         options,
         bytes=counted,
         dense=coded[0]["dense"] if coded else counted,
-        seconds=_mean(t["seconds"] for t in timed) if timed else None,
-        exposed=_mean(t["exposed"] for t in timed) if timed else None,
-        coding=_mean(c["seconds"] for c in coded) if coded and compressor != "none" else None,
+        seconds=mean(t["seconds"] for t in timed) if timed else None,
+        exposed=mean(t["exposed"] for t in timed) if timed else None,
+        coding=mean(c["seconds"] for c in coded) if coded and compressor != "none" else None,
         residual=residual or None,
         residual_share=residual / norm if residual and norm else None,
         error=None if measured is None else measured["compression"][module]["error"],
@@ -155,13 +153,8 @@ def _row(module: str, done: list[Step]) -> ModuleCompression:
     )
 
 
-def _mean(values: Iterable[float]) -> float:
-    found = list(values)
-    return sum(found) / len(found)
-
-
 def _norm_ratio(steps: list[Step]) -> float | None:
     """Mean ratio of the encoder's gradient norm to the language model's."""
     norms = [step.get("grad_norm", {}) for step in steps]
     ratios = [n["vision"] / n["language"] for n in norms if n.get("vision") and n.get("language")]
-    return _mean(ratios) if ratios else None
+    return mean(ratios) if ratios else None

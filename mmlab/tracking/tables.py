@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from html import escape
 from typing import Any
 
 from mmlab.plan.tables import html_table, text_table
+
+WINDOW = 20
+"""Last steps over which tables take means."""
 
 
 class Table:
@@ -55,3 +58,9 @@ def size(count: float | None) -> str:
 def milliseconds(seconds: float | None) -> str:
     """A time; empty for none."""
     return "" if seconds is None else f"{seconds * 1000:.2f} ms"
+
+
+def mean(values: Iterable[float]) -> float:
+    """The mean; 0 of none."""
+    found = list(values)
+    return sum(found) / len(found) if found else 0.0

@@ -9,7 +9,7 @@ from typing import Any
 from mmlab.messages import AXES
 from mmlab.plan.layout import Layout
 from mmlab.plan.schema import MODULES
-from mmlab.tracking.tables import Table, milliseconds, size
+from mmlab.tracking.tables import WINDOW, Table, milliseconds, size
 
 PURPOSE = {
     "tp": "tensor parallel: partial results of the layers",
@@ -24,8 +24,6 @@ PURPOSE = {
     "embedding": "gradient of the table that first and last stage share",
 }
 """What each axis of `mmlab.messages.AXES` is for, in words."""
-WINDOW = 20
-"""Last steps over which bytes and seconds are averaged."""
 
 
 @dataclass(frozen=True)
