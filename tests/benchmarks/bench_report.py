@@ -1,4 +1,4 @@
-"""What benchmarks have in common: their arguments, the machine they ran on, and how results are shown and kept."""
+"""What benchmarks have in common: arguments, the machine they ran on, PyTorch's own step, how results are kept."""
 
 from __future__ import annotations
 
@@ -23,6 +23,26 @@ def machine() -> str:
 
     load = " ".join(f"{value:.1f}" for value in os.getloadavg())
     return f"{os.cpu_count()} cores, {platform.system()} {platform.machine()}, torch {torch.__version__}, load {load}"
+
+
+def plain_step(model: Any, rank: int) -> Any:
+    """A function that runs one step of a wrapped plain model on a batch as PyTorch's examples do it; rank's samples are
+    those of its first microbatch."""
+    import torch
+
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+
+    def step(batch: Any) -> float:
+        own = batch.manifest.microbatch(rank, 0)
+        pixels = torch.cat([batch.pixels[position] for position in own])
+        loss = model(batch.texts[0], pixels) / batch.targets
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        return float(loss.detach())
+
+    return step
 
 
 def keep(rows: list[dict[str, Any]], path: Path | None) -> None:

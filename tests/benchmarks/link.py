@@ -67,7 +67,6 @@ def our_step(plan: Any, mesh: Any, side: str) -> Callable[[Any], float]:
 
 def peer_step(plan: Any, rank: int, side: str) -> Callable[[Any], float]:
     """A function that runs one step of the same model as PyTorch's examples do it."""
-    import torch
     from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
     from torch.nn.parallel import DistributedDataParallel
 
@@ -79,19 +78,7 @@ def peer_step(plan: Any, rank: int, side: str) -> Callable[[Any], float]:
     elif side == "DDP PowerSGD":
         state = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=RANK, start_powerSGD_iter=2)
         model.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-
-    def step(batch: Any) -> float:
-        own = batch.manifest.microbatch(rank, 0)
-        pixels = torch.cat([batch.pixels[position] for position in own])
-        loss = model(batch.texts[0], pixels) / batch.targets
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-        return float(loss.detach())
-
-    return step
+    return bench_report.plain_step(model, rank)
 
 
 def sent() -> float:

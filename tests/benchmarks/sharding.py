@@ -50,7 +50,6 @@ def our_step(plan: Any, mesh: Any) -> Any:
 
 def peer_step(plan: Any, rank: int, name: str) -> Any:
     """A function that runs one step of the same model as PyTorch's examples do it."""
-    import torch
     from torch.distributed.fsdp import fully_shard
     from torch.nn.parallel import DistributedDataParallel
 
@@ -64,19 +63,7 @@ def peer_step(plan: Any, rank: int, name: str) -> Any:
         for block in (*model.vision.vision_model.encoder.layers, *model.language.model.layers.values()):
             fully_shard(block, **kept)
         fully_shard(model, **kept)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-
-    def step(batch: Any) -> float:
-        own = batch.manifest.microbatch(rank, 0)
-        pixels = torch.cat([batch.pixels[position] for position in own])
-        loss = model(batch.texts[0], pixels) / batch.targets
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-        return float(loss.detach())
-
-    return step
+    return bench_report.plain_step(model, rank)
 
 
 def compare(

@@ -1,18 +1,11 @@
 """The benchmarks over a link: every side runs, and bytes are those of the formula. Nothing is timed."""
 
-import os
-import shutil
-import sys
-
 import link
 import link_exchanges
 import pytest
+from two_hosts import possible
 
 SMALL = ("model.language.layers=1", "model.language.hidden=64")
-possible = pytest.mark.skipif(
-    not sys.platform.startswith("linux") or os.geteuid() != 0 or not shutil.which("ip") or not shutil.which("tc"),
-    reason="network namespaces need Linux, root and iproute2",
-)
 
 
 def test_gains_are_of_medians_of_the_slower_rank_and_beside_what_bytes_predict():

@@ -11,6 +11,7 @@ import time
 
 import psutil
 import pytest
+from two_hosts import possible
 
 from mmlab.cli import run_command
 from mmlab.cli.bench import few_steps
@@ -35,10 +36,6 @@ from mmlab.train.bench import LEAST, WARM_UP
 LAPTOP = Plan.preset("laptop").with_("parallel.pp=1")
 MERGED = ("parallel.vision=first_stage", "parallel.vision_dp=0", "parallel.pp=1")
 TINY = (*MERGED, "parallel.dp=2", "data.path=shapes", "data.held_out=")
-possible = pytest.mark.skipif(
-    not sys.platform.startswith("linux") or os.geteuid() != 0 or not shutil.which("ip") or not shutil.which("tc"),
-    reason="network namespaces need Linux, root and iproute2",
-)
 
 
 def hosts(*changes):

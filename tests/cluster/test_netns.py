@@ -6,15 +6,11 @@ import subprocess
 import sys
 
 import pytest
+from two_hosts import possible
 
 from mmlab.cluster import netns
 from mmlab.cluster.netns import Shape, two_hosts
 from mmlab.errors import MmlabError
-
-possible = pytest.mark.skipif(
-    not sys.platform.startswith("linux") or os.geteuid() != 0 or not shutil.which("ip") or not shutil.which("tc"),
-    reason="network namespaces need Linux, root and iproute2",
-)
 
 
 def here():

@@ -2,7 +2,6 @@
 
 import json
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -10,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from live import make_plan
+from two_hosts import possible
 
 from mmlab.cluster.netns import two_hosts
 from mmlab.messages import RunPaths, read_events
@@ -37,10 +37,7 @@ def hosts():
         yield pair
 
 
-@pytest.mark.skipif(
-    not sys.platform.startswith("linux") or os.geteuid() != 0 or not shutil.which("ip") or not shutil.which("tc"),
-    reason="network namespaces need Linux, root and iproute2",
-)
+@possible
 def test_ranks_of_two_hosts_find_each_other(hosts, shards, tmp_path):
     plan = make_plan(shards, "parallel.pp=1", "train.steps=2")
     paths = RunPaths(tmp_path / "run")
