@@ -184,12 +184,7 @@ class ScatterSums:
             unit.kept.leave(flat, self.scale, self.sum.residual)
             yield self.wire.reduce_scatter(output, flat)
             return
-        lost: Tensor | None = None
-        if self.sum.feedback:
-            unit.kept.correct(flat, self.scale)
-            lost = unit.kept.room(flat)
-        else:
-            unit.kept.leave(flat, self.scale, self.sum.residual)
+        lost = unit.kept.take(flat, self.scale, self.sum.feedback, self.sum.residual)
         rows = list(flat.view(self.wire.ranks, -1))
         losses = None if lost is None else list(lost.view(self.wire.ranks, -1))
         yield from scatter_coded(rows, self.sum.codec, self.wire, losses)

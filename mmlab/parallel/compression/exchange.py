@@ -14,7 +14,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mmlab.parallel.compression.codecs import Codec
-from mmlab.parallel.compression.feedback import Kept
 from mmlab.parallel.compression.wire import Wire
 
 
@@ -116,17 +115,13 @@ def gather_coded(chunks: list[Tensor], codec: Codec, wire: Wire, lost: Tensor | 
             _decode(codec, coded, chunks[r])
 
 
-def reduce_coded(flat: Tensor, kept: Kept | None, codec: Codec, wire: Wire, unit: float) -> Iterator[dist.Work]:
+def reduce_coded(flat: Tensor, lost: Tensor | None, codec: Codec, wire: Wire, unit: float) -> Iterator[dist.Work]:
     """Sum `flat` [numel] over the group, in place; yields what is to be waited for before the next call.
 
-    With `kept` there is error feedback: the residual is added first, and what coding loses is kept in it, by the sender
-    for chunks of others, by the rank that sums for the coded sum. So the reduced gradients and all residuals together
-    are at every step exactly the gradients and residuals that went in. `unit`: what the gradients are multiplied by.
+    `lost` [as flat] becomes what coding loses: of chunks of others on the sender, of the coded sum on the rank that
+    sums. So what is reduced and what is lost on all ranks together are exactly what went in. `unit`: what the gradients
+    are multiplied by, and `lost` is not.
     """
-    lost: Tensor | None = None
-    if kept is not None:
-        kept.correct(flat, unit)
-        lost = kept.room(flat)
     chunks = cut(flat, wire.ranks, codec.align)
     losses = None if lost is None else cut(lost, wire.ranks, codec.align)
     yield from scatter_coded(chunks, codec, wire, losses)

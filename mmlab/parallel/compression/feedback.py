@@ -55,6 +55,15 @@ class Kept:
             self.residual = torch.empty_like(like)
         return self.residual
 
+    def take(self, flat: Tensor, unit: float, feedback: bool, policy: str) -> Tensor | None:
+        """Make of gradients [numel] what a step is to sum, in place. With `feedback` the residual is added, and where
+        the new one is to be written is returned; without it, None, and the old one goes as `policy` says (`leave`)."""
+        if not feedback:
+            self.leave(flat, unit, policy)
+            return None
+        self.correct(flat, unit)
+        return self.room(flat)
+
     def leave(self, flat: Tensor, unit: float, policy: str) -> None:
         """What becomes of a residual under a reduction that keeps none: `policy` flush adds it to the gradients of this
         step, drop forgets it, keep leaves it for a later compressor."""

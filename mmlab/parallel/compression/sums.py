@@ -49,9 +49,8 @@ class CodedSum:
 
     def rounds(self, packed: Packed, wire: Wire, unit: float) -> Iterator[dist.Work]:
         """Two rounds: every rank sums a chunk, then all have all sums."""
-        if not self.feedback:
-            packed.kept.leave(packed.flat, unit, self.residual)
-        yield from reduce_coded(packed.flat, packed.kept if self.feedback else None, self.codec, wire, unit)
+        lost = packed.kept.take(packed.flat, unit, self.feedback, self.residual)
+        yield from reduce_coded(packed.flat, lost, self.codec, wire, unit)
 
 
 CODECS: Mapping[str, Callable[[GroupCommunication], Codec]] = MappingProxyType(
