@@ -4,6 +4,7 @@ import os
 import shutil
 import subprocess
 import sys
+import uuid
 
 import pytest
 from two_hosts import possible
@@ -97,8 +98,9 @@ def test_two_pairs_at_once_are_shaped_and_nothing_is_left_of_them():
 @possible
 def test_what_a_dead_process_left_goes_at_the_next_start_and_what_a_live_one_has_stays():
     ended = subprocess.run([sys.executable, "-c", "import os; print(os.getpid())"], capture_output=True, timeout=30)
-    dead = f"mmlab-{int(ended.stdout)}-1-00000000-a"
-    alive = f"mmlab-{os.getppid()}-{netns._started(os.getppid())}-00000000-a"
+    tag = uuid.uuid4().hex[:8]
+    dead = f"mmlab-{int(ended.stdout)}-1-{tag}-a"
+    alive = f"mmlab-{os.getppid()}-{netns._started(os.getppid())}-{tag}-a"
     try:
         netns.ip("netns", "add", dead)
         netns.ip("netns", "add", alive)
