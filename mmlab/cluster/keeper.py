@@ -21,7 +21,7 @@ from typing import Any
 
 from mmlab.cluster.engine_main import KEEPER
 from mmlab.cluster.engines import Engines
-from mmlab.cluster.launching import ActiveRun, Stopped, launch, refuse, take_over, watch
+from mmlab.cluster.launching import ActiveRun, Stopped, go_on, launch, refuse, take_over, watch
 from mmlab.cluster.processes import MARK, end_all
 from mmlab.cluster.registry import (
     LabConfig,
@@ -67,10 +67,12 @@ class Keeper:
                 for request in take_requests(self.paths):
                     self._obey(request)
                 self.engines.look()
-                for run in self.runs:
+                for run in list(self.runs):
                     with contextlib.suppress(OSError):  # a full disk under a run: the lab goes on, and looks again
                         if not run.ended:
                             watch(run, self.engines)
+                        if run.again is not None:
+                            self._queue(go_on(run))
                 self._write(self._state())
                 self._check_end()
                 self.closing.wait(TICK)
@@ -95,10 +97,14 @@ class Keeper:
                 return
             limits = {name: value for name, value in request["limits"].items() if name not in self.config.fixed}
             self.config = self.engines.config = replace(self.config, **limits)
-            with self._wake:
-                self.runs = [old for old in self.runs if old.paths != run.paths] + [run]
-                self._pending.append(run)
-                self._wake.notify()
+            self._queue(run)
+
+    def _queue(self, run: ActiveRun) -> None:
+        """Have a generation of a run started; it takes the place of the one before."""
+        with self._wake:
+            self.runs = [old for old in self.runs if old.paths != run.paths] + [run]
+            self._pending.append(run)
+            self._wake.notify()
 
     def _launch_runs(self) -> None:
         """The thread that starts runs, one after the other: it may wait for engines."""

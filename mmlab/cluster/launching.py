@@ -29,6 +29,7 @@ from mmlab.messages import (
     write_failure,
     write_json,
 )
+from mmlab.plan import Plan
 
 SURVIVORS = 1.0
 """Seconds that a surviving rank has to report a failure before the keeper does."""
@@ -38,6 +39,15 @@ LOOK = 2.0
 """Seconds between looks at whether ranks have left without a word."""
 FREE = 15.0
 """Seconds in which engines must be free of the run before; then they are replaced."""
+
+
+@dataclass(frozen=True)
+class Again:
+    """That a run is to go on in another generation: the checkpoint that it begins from ("latest": the newest), and why,
+    in one sentence. Its plan is then what `plan.toml` says, which may be of another layout."""
+
+    restore: str
+    reason: str
 
 
 @dataclass
@@ -55,6 +65,8 @@ class ActiveRun:
     step: int = 0
     noticed: float = 0.0
     looked: float = 0.0
+    again: Again | None = None
+    """Set by `watch` when this generation is over and the keeper is to start the next one."""
 
     def emit(self, kind: str, **fields: Any) -> None:
         """Append an event in the name of the lab. Where it cannot be written, the lab goes on and ends all the same."""
@@ -95,6 +107,20 @@ def take_over(request: dict[str, Any]) -> ActiveRun:
         if command.time < request["time"]:  # meant for a generation that has ended
             inbox.answer(Ack(command.id, False, run.step, [], "the run had ended", time.time()))
     return run
+
+
+def go_on(run: ActiveRun) -> ActiveRun:
+    """The next generation of a run whose `again` says so: queued under the same keeper, its plan read anew."""
+    assert run.again is not None
+    info = read_json(run.paths.run) or {}
+    world = Plan.load(run.paths.plan).world_size
+    following = ActiveRun(run.paths, run.generation + 1, run.again.restore, world)
+    following.read()
+    following.state = "queued"
+    more = {"generation": following.generation, "world_size": world, "engines": []}
+    write_json(run.paths.run, info | more)
+    following.emit("state", state="starting", reason=run.again.reason)
+    return following
 
 
 def refuse(request: dict[str, Any], reason: str) -> None:

@@ -1,4 +1,4 @@
-"""Bytes of a picture to a square of RGB. No torch: decode processes start in a fraction of a second."""
+"""Bytes of a picture to squares of RGB. No torch: decode processes start in a fraction of a second."""
 
 from __future__ import annotations
 
@@ -9,10 +9,12 @@ from dataclasses import dataclass
 import numpy as np
 from PIL import Image, ImageOps
 
+from mmlab.data.tiling import WHOLE, Grid
+
 
 @dataclass(frozen=True)
 class Decoded:
-    """`pixels` uint8 [S, S, 3]; zeros and a `reason` where the picture cannot be decoded."""
+    """`pixels` uint8 [tiles, S, S, 3]; zeros and a `reason` where the picture cannot be decoded."""
 
     pixels: np.ndarray
     reason: str = ""
@@ -44,13 +46,14 @@ def open_rgb(data: bytes, least: int | None = None) -> Image.Image:
             return to_rgb(image)
 
 
-def decode(data: bytes, size: int) -> Decoded:
-    """A picture as `size` x `size` RGB (bicubic with antialiasing; the aspect ratio is not kept, as in SigLIP)."""
+def decode(data: bytes, size: int, grid: Grid = WHOLE) -> Decoded:
+    """A picture as squares of `size` x `size` RGB (bicubic with antialiasing; the aspect ratio is not kept, as in
+    SigLIP)."""
     try:
         image = open_rgb(data, least=size)
         if image.size != (size, size):
             image = image.resize((size, size), Image.Resampling.BICUBIC)
-        return Decoded(np.asarray(image, dtype=np.uint8).copy())
+        return Decoded(np.asarray(image, dtype=np.uint8)[None].copy())
     except Exception as error:  # decoders raise all kinds on damaged bytes; the sample is then masked and named
         reason = f"{type(error).__name__}: {error}".splitlines()[0][:200]
-        return Decoded(np.zeros((size, size, 3), dtype=np.uint8), reason)
+        return Decoded(np.zeros((grid.tiles, size, size, 3), dtype=np.uint8), reason)

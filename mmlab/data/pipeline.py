@@ -29,6 +29,7 @@ from mmlab.data.order import Order, Position
 from mmlab.data.packed import IGNORE, PackedText, TextSequence, pack
 from mmlab.data.shards import ShardFiles
 from mmlab.data.sources import find_sources, find_tokenizer
+from mmlab.data.tiling import Picture
 from mmlab.data.tokenizer import TextTokenizer
 from mmlab.errors import DataError
 from mmlab.plan.schema import Plan
@@ -175,10 +176,10 @@ class DataSource:
 
     # -- pixels
 
-    def pictures(self, sample: ManifestSample) -> list[tuple[int, int, int]]:
-        """(shard, byte offset, bytes) of each picture that the sample, cut to seq_len, still has."""
+    def pictures(self, sample: ManifestSample) -> list[Picture]:
+        """Each picture that the sample, cut to seq_len, still has."""
         images = self.indexes[sample.shard].images_of(sample.index)[: sample.tiles]
-        return [(sample.shard, int(offset), int(size)) for offset, size in images[:, :2].tolist()]
+        return [Picture(sample.shard, int(offset), int(size)) for offset, size in images[:, :2].tolist()]
 
     def collect(self, sample: ManifestSample, decoded: Sequence[Decoded]) -> tuple[torch.Tensor, bool]:
         """(pixels float32 [tiles, 3, S, S], whether one is bad) of one sample's decoded pictures.
@@ -194,17 +195,19 @@ class DataSource:
                     self.bad_reasons.popitem(last=False)
         if not decoded:
             return torch.zeros(0, 3, self.image_size, self.image_size), False
-        stacked = torch.from_numpy(np.stack([picture.pixels for picture in decoded]))
+        stacked = torch.from_numpy(np.concatenate([picture.pixels for picture in decoded]))
         pixels = stacked.permute(0, 3, 1, 2).to(torch.float32).div_(127.5).sub_(1.0)
-        for tile, picture in enumerate(decoded):
+        first = 0
+        for picture in decoded:
             if picture.reason:
-                pixels[tile] = 0.0
+                pixels[first : first + len(picture.pixels)] = 0.0
+            first += len(picture.pixels)
         return pixels.contiguous(), bool(reasons)
 
     def decode_sample(self, sample: ManifestSample) -> tuple[torch.Tensor, bool]:
         """Read and decode one sample's pictures here and now: as `collect`."""
-        data = [self.files.read(*where) for where in self.pictures(sample)]
-        return self.collect(sample, [decode(picture, self.image_size) for picture in data])
+        found = [(self.files.read(p.shard, p.offset, p.size), p.grid) for p in self.pictures(sample)]
+        return self.collect(sample, [decode(data, self.image_size, grid) for data, grid in found])
 
     def pixels(self, manifest: StepManifest, positions: Sequence[int]) -> tuple[torch.Tensor, set[int]]:
         """(float32 [N, 3, S, S] of the samples at `positions` in that order, positions with a bad picture)."""
@@ -223,7 +226,7 @@ class DataSource:
         image: bytes | None = None
         for where in self.pictures(sample)[:1]:
             try:
-                picture = open_rgb(self.files.read(*where), least=512)
+                picture = open_rgb(self.files.read(where.shard, where.offset, where.size), least=512)
             except DataError:
                 raise
             except Exception:  # an undecodable picture has no place in a report, its text has

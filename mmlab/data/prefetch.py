@@ -42,10 +42,10 @@ class Prefetcher:
             if not self.workers:
                 jobs[position] = self._executor.submit(self.source.decode_sample, sample)
                 continue
-            places = [(offset, size) for _, offset, size in self.source.pictures(sample)]
+            pictures = self.source.pictures(sample)
             path = str(self.source.shards[sample.shard])
             try:
-                jobs[position] = self._executor.submit(decode_pictures, path, places, self.source.image_size)
+                jobs[position] = self._executor.submit(decode_pictures, path, pictures, self.source.image_size)
             except BrokenProcessPool:
                 raise self._worker_died() from None
         self._jobs[id(manifest)] = (manifest, jobs)

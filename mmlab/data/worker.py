@@ -11,6 +11,7 @@ from pathlib import Path
 
 from mmlab.data.decode import Decoded, decode
 from mmlab.data.shards import ShardFiles
+from mmlab.data.tiling import Picture
 
 
 def end_with_parent() -> None:
@@ -26,10 +27,10 @@ def end_with_parent() -> None:
     threading.Thread(target=watch, daemon=True).start()
 
 
-def decode_pictures(shard: str, places: Sequence[tuple[int, int]], size: int) -> list[Decoded]:
-    """Read and decode pictures at (byte offset, bytes) of a shard. Opening it each time costs microseconds."""
+def decode_pictures(shard: str, pictures: Sequence[Picture], size: int) -> list[Decoded]:
+    """Read and decode pictures of a shard. Opening it each time costs microseconds."""
     files = ShardFiles([Path(shard)])
     try:
-        return [decode(files.read(0, offset, length), size) for offset, length in places]
+        return [decode(files.read(0, p.offset, p.size), size, p.grid) for p in pictures]
     finally:
         files.close()

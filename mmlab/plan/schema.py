@@ -11,8 +11,10 @@ from typing import Literal
 
 from pydantic import Field
 
+from mmlab.plan.data import DataConfig
 from mmlab.plan.model import LanguageConfig, ProjectorConfig, VisionConfig
-from mmlab.plan.section import LIVE, MODULES, Compressor, Counts, Names, Precision, Section, Shares
+from mmlab.plan.section import LIVE, MODULES, Compressor, Counts, Names, Precision, Section
+from mmlab.plan.upkeep import CheckpointConfig, ClusterConfig, TrackingConfig
 
 __all__ = ["LIVE", "MODULES", "LanguageConfig", "Plan", "ProjectorConfig", "Section", "VisionConfig"]
 
@@ -193,38 +195,6 @@ class CommunicationConfig(Section):
     far off they are (the next step that this number divides); 0 means never."""
 
 
-class DataConfig(Section):
-    """Which samples, in which order, cut to which length."""
-
-    path: str = "emoji"
-    """Folder of shards, a brace pattern such as "shards/train-{000000..000009}.tar", or a built-in set
-    ("emoji", "shapes"), which is made on first use in the data cache (a folder of that name is "./emoji")."""
-    sources: Names = ()
-    """Several sources to mix, each as data.path would name it; they then take its place."""
-    weights: Shares = ()
-    """Share of the samples that comes from each of data.sources, to any scale; empty means by size. Each source begins
-    anew when it is used up, so a small one with a large share comes more often."""
-    shuffle_window: int = Field(0, ge=0)
-    """Samples of the mixed order that are shuffled among each other; 0 means none. Chunks of neighbouring samples are
-    shuffled in any case, and the order inside of each."""
-    held_out: str = ""
-    """Shards for evaluation; empty means the built-in set's own held-out split, or none."""
-    tokenizer: str = ""
-    """A Hugging Face tokenizer.json; empty means the one beside the shards."""
-    global_batch: int = Field(16, ge=1)
-    """Samples a step: dp x microbatches x microbatch size."""
-    seq_len: int = Field(128, ge=2)
-    """Longest sample, in tokens with image tokens expanded; longer text is cut at its end."""
-    lanes: int = Field(8, ge=1)
-    """Fixed walks through the shards; part of the order of samples, independent of the layout."""
-    seed: int = Field(0, ge=0)
-    """Seed of the order of samples, dimensionless."""
-    workers: int = Field(0, ge=0)
-    """Spawned decode processes for each rank that decodes; 0 decodes in a thread."""
-    max_bad_share: float = Field(0.05, ge=0, le=1)
-    """Share of undecodable images (of those seen so far, after the first 100) above which the run stops."""
-
-
 class ModuleTrain(Section):
     """Optimizer (AdamW) of one module."""
 
@@ -293,51 +263,6 @@ class TrainConfig(Section):
     def reduces_momentum(self, step: int) -> bool:
         """Whether a step (1 is the first) reduces first moments rather than gradients: 1-bit Adam after the freeze."""
         return self.optimizer == "onebit_adam" and step > self.freeze_step
-
-
-class CheckpointConfig(Section):
-    """When to save and what to keep."""
-
-    every_steps: int = Field(0, ge=0, json_schema_extra=LIVE)
-    """Steps between checkpoints; 0 means only on command and at the end."""
-    at_end: bool = True
-    """Whether a finished run saves a last checkpoint."""
-    keep_last: int = Field(3, ge=0, json_schema_extra=LIVE)
-    """Periodic checkpoints kept; 0 keeps all. Ones made on command are always kept."""
-
-
-class ClusterConfig(Section):
-    """The engines."""
-
-    profile: str = ""
-    """An ipyparallel profile, for which the lab must have been made; empty means the engines that the lab has (`mmlab
-    run`: local ones)."""
-    ranks_per_node: int = Field(0, ge=0)
-    """Ranks that fit on one node; 0 means all on one."""
-    threads: int = Field(0, ge=0)
-    """torch threads of each rank; 0 means max(1, cores // ranks of the host)."""
-    idle_timeout: float = Field(1800.0, gt=0)
-    """Seconds without run or client after which a lab that trains this plan ends itself, unless it was told otherwise
-    when it was made."""
-    start_timeout: float = Field(180.0, gt=0)
-    """Seconds that local engines may take to start (batch profiles wait without limit), likewise."""
-    device: Literal["auto", "cpu", "cuda"] = "auto"
-    """Where ranks compute; auto takes CUDA where torch sees one GPU for each rank of the host."""
-    collectives: Literal["auto", "shm", "gloo"] = "auto"
-    """How CPU ranks talk: shm and auto take shared memory between ranks of one x86-64 Linux host, and gloo where that
-    cannot be had, of which shm warns everywhere, auto only on such a host; gloo takes gloo. Ranks on CUDA take NCCL."""
-    shm_mb: float = Field(256.0, gt=0)
-    """Most shared memory that the process groups of the ranks of one host take together, in MB (1e6 bytes). A group
-    takes a quarter of what is left of it, or of what /dev/shm has free if that is less; at most 8.4 MB."""
-
-
-class TrackingConfig(Section):
-    """What is recorded about a run."""
-
-    telemetry: bool = True
-    """Whether each step records time per phase for each rank."""
-    trace_every: int = Field(10, ge=0)
-    """Steps between full traces (start and end of every op); 0 means never."""
 
 
 class Plan(Section):

@@ -11,10 +11,10 @@ def train(session: Session) -> str:
     while session.steering.step < session.plan.train.steps and not session.steering.stopped:
         session.step()
         session.evaluate_if_due()
-        session.save_if_due()
+        session.saves.if_due()
         session.apply_commands()
     if session.plan.checkpoint.at_end and session.steering.step > 0:
-        session.try_save()  # before the evaluation: whatever goes wrong in that, the weights are kept
+        session.saves.attempt()  # before the evaluation: whatever goes wrong in that, the weights are kept
     if not session.steering.stopped:
         session.evaluate()
     return "stopped" if session.steering.stopped else "finished"

@@ -11,26 +11,24 @@ from typing import Any
 
 from mmlab.data.order import Position
 from mmlab.data.pipeline import DataSource
-from mmlab.errors import CheckpointError, MmlabError, PlanError, RunFailed
+from mmlab.errors import MmlabError, PlanError, RunFailed
 from mmlab.messages import PHASES, Ack, Command, EventLog, RunPaths, planned_steps, read_events
 from mmlab.parallel.mesh import Mesh
 from mmlab.parallel.watch import Watch
-from mmlab.plan import Plan, live_keys, set_live
+from mmlab.plan import Plan, set_live
 from mmlab.plan.compression import OPTIONS, checked
 from mmlab.plan.keys import flatten, get
 from mmlab.plan.schema import MODULES
-from mmlab.train import checkpoint
 from mmlab.train.build import Built, communication
 from mmlab.train.control import Aborted, Boundary, Channel, Listener
 from mmlab.train.evaluate import Evaluator
 from mmlab.train.feed import Feed
 from mmlab.train.reported import Coded, StepResult
 from mmlab.train.runner import make_runner
+from mmlab.train.saves import Saves
 from mmlab.train.step import Ride
 
 SLOW_FP16 = "fp16 on a CPU: a matrix product takes 4 to 200 times as long as in fp32 (two machines measured)"
-LONGEST_NAME = 200
-"""Bytes of a checkpoint's name: file systems admit 255, and a save under way has a longer one."""
 
 
 def _finite(value: float) -> float | None:
@@ -70,7 +68,7 @@ class Session:
         self.commands_wait = True
         """Whether the last step's reduction said that a command waits; true before the first step."""
         self.lineage = ""
-        self._saved: tuple[str, int] | None = None
+        self.saves = Saves(self)
         self._verbs: dict[str, Callable[[dict[str, Any]], str]] = {
             "pause": self._pause, "resume": self._resume, "step": self._step_n, "set": self._set,
             "measure": self._measure, "checkpoint": self._checkpoint, "restore": self._restore,
@@ -98,7 +96,7 @@ class Session:
         if restore is None:
             self.begin_lineage("", 0, self.feed.cursors)
         else:
-            self._load({"name": "" if restore == "latest" else restore})
+            self.saves.load(None, "" if restore == "latest" else restore)
             steps = self.plan.train.steps  # the length of the run is not the checkpoint's, but what was last asked for
             if self.mesh.place.rank == 0:
                 steps = planned_steps(read_events(self.paths.events)[0], steps)
@@ -268,95 +266,13 @@ class Session:
         name = args.get("name") or ""
         if not isinstance(name, str):
             raise PlanError(f"checkpoint takes a name, not {name!r}")
-        return self.save(name, periodic=False)
+        return self.saves.save(name, periodic=False)
 
     def _restore(self, args: dict[str, Any]) -> str:
         step = args.get("step")
         if step is not None and (not isinstance(step, int) or isinstance(step, bool)):
             raise PlanError(f"restore takes a step number, not {step!r}")
-        return self._load(args)
-
-    def save(self, name: str, periodic: bool) -> str:
-        """Save a checkpoint of this step; all ranks together. CheckpointError when it fails.
-
-        A periodic one is not saved where there is one of this step already: it would take the place of one made on
-        command, which is kept for good.
-        """
-        if name and (name != name.strip(". ") or not name.isprintable() or any(c in name for c in "/\\")):
-            raise CheckpointError(f"{name!r} is not a name for a checkpoint: letters, digits, - _ . only")
-        if len(name.encode()) > LONGEST_NAME:
-            raise CheckpointError(f"a checkpoint's name has at most {LONGEST_NAME} bytes, not {len(name.encode())}")
-        step = self.steering.step
-        if periodic and self._saved == (self.lineage, step):
-            return "saved before"
-        folder = self.paths.checkpoints / (name or f"step-{step:06d}-{self.lineage}")
-        extra = {
-            "step": step, "lineage": self.lineage, "cursors": self.feed.cursors.to_json(), "periodic": periodic,
-            "plan": self.plan.dumps(), "loss": self.steering.loss, "loss_scale": self.runner.scale.state(),
-        }  # fmt: skip
-        with self.watch.timed("checkpoint"):
-            manifest = checkpoint.save(self.plan, self.mesh, self.built, folder, extra)
-        self._saved = self._saved if name else (self.lineage, step)
-        if self.mesh.place.rank == 0:
-            took = {"seconds": round(manifest["seconds"], 3), "bytes": manifest["bytes"]}
-            self.emit("checkpoint", step=step, name=folder.name, path=str(folder), **took)
-            checkpoint.prune(self.paths.checkpoints, self.plan.checkpoint.keep_last)
-        return f"saved {folder.name}"
-
-    def _load(self, args: dict[str, Any]) -> str:
-        """Load a checkpoint and stand where it was made, on a new lineage."""
-        name, problem = "", ""
-        if self.mesh.place.rank == 0:
-            try:
-                name = checkpoint.find(
-                    self.paths.checkpoints, args.get("step"), args.get("name") or "", self.lineage
-                ).name
-            except CheckpointError as error:
-                problem = str(error)
-        name, problem = self.channel.share([name, problem])
-        if problem:
-            raise CheckpointError(problem)
-        with self.watch.timed("checkpoint"):
-            manifest = checkpoint.load(self.plan, self.mesh, self.built, self.paths.checkpoints / name)
-        self.runner.scale.load(manifest.get("loss_scale", {}))
-        saved = Plan.loads(manifest["plan"], f"checkpoint {name}")
-        values = self._take_values({key: get(saved, key) for key in live_keys() if key != "train.steps"}, name)
-        self.steering.step, self.steering.loss = manifest["step"], manifest["loss"]
-        self.runner.configure(self.plan, self.steering.step + 1, restored=True)
-        self.begin_lineage(manifest["lineage"], manifest["step"], Position.from_json(manifest["cursors"]))
-        self.emit("restore", step=manifest["step"], name=name, from_step=manifest["step"], values=values)
-        return f"restored {name} (step {manifest['step']})"
-
-    def _take_values(self, values: dict[str, Any], name: str) -> dict[str, Any]:
-        """Go on with a checkpoint's live values; what this plan cannot run with (it may have been saved in another
-        layout) stays as it is, a group's communication as a whole. Returns what holds."""
-        groups: dict[str, dict[str, Any]] = {}
-        for key, value in values.items():
-            group = key.rpartition(".")[0] if key.startswith("communication.") else key
-            groups.setdefault(group, {})[key] = value
-        try:
-            self.plan = checked(self.plan, values)
-        except PlanError:
-            for group, part in groups.items():
-                try:
-                    self.plan = checked(self.plan, part)
-                except PlanError as error:
-                    message = f"{group} of checkpoint {name} is not taken over: {error}"
-                    self.emit("warning", step=self.steering.step, message=message)
-        return {key: get(self.plan, key) for key in values}
-
-    def save_if_due(self) -> None:
-        """The periodic checkpoint. A save that fails is reported and the run goes on."""
-        every = self.plan.checkpoint.every_steps
-        if every and self.steering.step % every == 0 and self.steering.step < self.plan.train.steps:
-            self.try_save()
-
-    def try_save(self) -> None:
-        """Save; a failure becomes a warning event."""
-        try:
-            self.save("", periodic=True)
-        except CheckpointError as error:
-            self.emit("warning", step=self.steering.step, message=str(error))
+        return self.saves.load(step, args.get("name") or "")
 
     def evaluate_if_due(self) -> None:
         """The periodic evaluation on held-out samples."""

@@ -88,7 +88,7 @@ def test_large_jpegs_are_reduced_while_decoding_and_still_right():
 
 def test_square_of_the_asked_size():
     decoded = decode(picture((10, 20, 30), (50, 7)), 32)
-    assert decoded.pixels.shape == (32, 32, 3)
+    assert decoded.pixels.shape == (1, 32, 32, 3)
     assert decoded.pixels.dtype == np.uint8
     assert (decoded.pixels == [10, 20, 30]).all()
     assert decoded.reason == ""
@@ -115,7 +115,7 @@ def test_what_cannot_be_decoded_is_flagged_with_a_reason(data):
     decoded = decode(data, 16)
     assert decoded.reason
     assert (decoded.pixels == 0).all()
-    assert decoded.pixels.shape == (16, 16, 3)
+    assert decoded.pixels.shape == (1, 16, 16, 3)
 
 
 def test_animations_give_their_first_frame():

@@ -1,0 +1,39 @@
+"""The [data] section: which samples, in which order, and how they become batches."""
+
+from __future__ import annotations
+
+from pydantic import Field
+
+from mmlab.plan.section import Names, Section, Shares
+
+
+class DataConfig(Section):
+    """Which samples, in which order, cut to which length."""
+
+    path: str = "emoji"
+    """Folder of shards, a brace pattern such as "shards/train-{000000..000009}.tar", or a built-in set
+    ("emoji", "shapes"), which is made on first use in the data cache (a folder of that name is "./emoji")."""
+    sources: Names = ()
+    """Several sources to mix, each as data.path would name it; they then take its place."""
+    weights: Shares = ()
+    """Share of the samples that comes from each of data.sources, to any scale; empty means by size. Each source begins
+    anew when it is used up, so a small one with a large share comes more often."""
+    shuffle_window: int = Field(0, ge=0)
+    """Samples of the mixed order that are shuffled among each other; 0 means none. Chunks of neighbouring samples are
+    shuffled in any case, and the order inside of each."""
+    held_out: str = ""
+    """Shards for evaluation; empty means the built-in set's own held-out split, or none."""
+    tokenizer: str = ""
+    """A Hugging Face tokenizer.json; empty means the one beside the shards."""
+    global_batch: int = Field(16, ge=1)
+    """Samples a step: dp x microbatches x microbatch size."""
+    seq_len: int = Field(128, ge=2)
+    """Longest sample, in tokens with image tokens expanded; longer text is cut at its end."""
+    lanes: int = Field(8, ge=1)
+    """Fixed walks through the shards; part of the order of samples, independent of the layout."""
+    seed: int = Field(0, ge=0)
+    """Seed of the order of samples, dimensionless."""
+    workers: int = Field(0, ge=0)
+    """Spawned decode processes for each rank that decodes; 0 decodes in a thread."""
+    max_bad_share: float = Field(0.05, ge=0, le=1)
+    """Share of undecodable images (of those seen so far, after the first 100) above which the run stops."""

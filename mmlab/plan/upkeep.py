@@ -1,0 +1,54 @@
+"""The sections about a run's upkeep: what is saved, where it runs and how it recovers, what is recorded."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from mmlab.plan.section import LIVE, Section
+
+
+class CheckpointConfig(Section):
+    """When to save and what to keep."""
+
+    every_steps: int = Field(0, ge=0, json_schema_extra=LIVE)
+    """Steps between checkpoints; 0 means only on command and at the end."""
+    at_end: bool = True
+    """Whether a finished run saves a last checkpoint."""
+    keep_last: int = Field(3, ge=0, json_schema_extra=LIVE)
+    """Periodic checkpoints kept; 0 keeps all. Ones made on command are always kept."""
+
+
+class ClusterConfig(Section):
+    """The engines."""
+
+    profile: str = ""
+    """An ipyparallel profile, for which the lab must have been made; empty means the engines that the lab has (`mmlab
+    run`: local ones)."""
+    ranks_per_node: int = Field(0, ge=0)
+    """Ranks that fit on one node; 0 means all on one."""
+    threads: int = Field(0, ge=0)
+    """torch threads of each rank; 0 means max(1, cores // ranks of the host)."""
+    idle_timeout: float = Field(1800.0, gt=0)
+    """Seconds without run or client after which a lab that trains this plan ends itself, unless it was told otherwise
+    when it was made."""
+    start_timeout: float = Field(180.0, gt=0)
+    """Seconds that local engines may take to start (batch profiles wait without limit), likewise."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Where ranks compute; auto takes CUDA where torch sees one GPU for each rank of the host."""
+    collectives: Literal["auto", "shm", "gloo"] = "auto"
+    """How CPU ranks talk: shm and auto take shared memory between ranks of one x86-64 Linux host, and gloo where that
+    cannot be had, of which shm warns everywhere, auto only on such a host; gloo takes gloo. Ranks on CUDA take NCCL."""
+    shm_mb: float = Field(256.0, gt=0)
+    """Most shared memory that the process groups of the ranks of one host take together, in MB (1e6 bytes). A group
+    takes a quarter of what is left of it, or of what /dev/shm has free if that is less; at most 8.4 MB."""
+
+
+class TrackingConfig(Section):
+    """What is recorded about a run."""
+
+    telemetry: bool = True
+    """Whether each step records time per phase for each rank."""
+    trace_every: int = Field(10, ge=0)
+    """Steps between full traces (start and end of every op); 0 means never."""
