@@ -93,6 +93,7 @@ class Session:
 
     def start(self, restore: str | None) -> None:
         """From the beginning, or from a checkpoint's name ("latest" for the newest); all ranks together."""
+        self.saves.begin()
         if restore is None:
             self.begin_lineage("", 0, self.feed.cursors)
         else:
@@ -112,7 +113,7 @@ class Session:
         began = time.perf_counter()
         with self.watch.timed("data"):
             batch = self.feed.batch()
-        ride = Ride(self.listener.waiting, self.feed.next_bad, self.plan.data.global_batch)
+        ride = Ride(self._wanted, self.feed.next_bad, self.plan.data.global_batch)
         result = self.runner.train(self.plan, number, batch, ride)
         self.feed.agree(result.next_bad)
         self.watch.end_step()
@@ -126,6 +127,10 @@ class Session:
             self._name_bad(number, [batch.manifest.samples[position].key for position in sorted(batch.bad)])
         self._emit_step(result, time.perf_counter() - began, batch.manifest.tokens, batch.manifest.tiles)
         self._after_step(result)
+
+    def _wanted(self) -> bool:
+        """Whether all ranks are to look at what rank 0 has for them at the boundary: commands, or a save by the clock."""
+        return self.listener.waiting() or self.saves.clock_due()
 
     def _name_bad(self, number: int, keys: list[str]) -> None:
         """Events for the undecodable images of a step; why is known to the rank that tried. All ranks together."""
@@ -266,7 +271,7 @@ class Session:
         name = args.get("name") or ""
         if not isinstance(name, str):
             raise PlanError(f"checkpoint takes a name, not {name!r}")
-        return self.saves.save(name, periodic=False)
+        return self.saves.save(name, periodic=False, reason="command")
 
     def _restore(self, args: dict[str, Any]) -> str:
         step = args.get("step")
@@ -297,6 +302,7 @@ class Session:
 
     def close(self) -> None:
         """End helpers of this rank."""
+        self.saves.close()
         self.runner.close()
         self.feed.close()
         self.evaluator.close()
