@@ -15,7 +15,9 @@ Kinds and what they carry beside `t` (seconds since the epoch), `kind`, `lineage
   out so far, null where not finite), dense (bytes that its ranks would hand over without), kept (bytes that they keep
   between steps), and in a measured step error (||reduced - dense|| / ||dense||)}}
 - `command`: id, verb, args, ok, ranks, message
-- `checkpoint`: name, path, seconds, bytes; `restore`: name, from_step, values {live key: as saved}
+- `checkpoint`: once it is complete, which for one written in the background is some steps later than its step: name,
+  path, seconds (from the boundary to the manifest), stall (seconds for which the run was held up), bytes, shared_bytes
+  (of frozen modules that it refers to), periodic, reason (command, end, every N steps, ...); `restore`: name, from_step, values {live key: as saved}
 - `eval`: loss, loss_swapped (null without images), tokens; `samples`: folder, items [{image, truth, text, prompt}]
 - `balance`: times {part: seconds}, layers_per_stage (the split chosen from them), seconds and even [of each rank of a
   pipeline, with that and with an even split]

@@ -129,7 +129,7 @@ class Session:
         self._after_step(result)
 
     def _wanted(self) -> bool:
-        """Whether all ranks are to look at what rank 0 has for them at the boundary: commands, or a save by the clock."""
+        """Whether the boundary has something from rank 0 for all ranks: commands, or a save by the clock."""
         return self.listener.waiting() or self.saves.clock_due()
 
     def _name_bad(self, number: int, keys: list[str]) -> None:

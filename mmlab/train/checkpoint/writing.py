@@ -28,8 +28,8 @@ from mmlab.train.checkpoint.files import writer
 
 FORMAT = 2
 LEAVE = 5.0
-"""Seconds that a thread gets to end when its save is given up; one that a file system holds longer is left behind,
-and opens no further file."""
+"""Seconds that a save gets to end when its generation of the run does, and then once more to notice that it is given
+up; one that a file system holds longer is left behind, and opens no further file."""
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,8 @@ class Save:
         self.folder = checkpoints
         """Where it lies, once all ranks know."""
         self.waited, self.step, self.stall = False, 0, 0.0
-        """Whether the run waits for it; of which step it is; seconds for which that was held up (for who made it)."""
+        """Whether the run waits for it; of which step it is; seconds for which that held up this rank, in the end (on
+        rank 0) the one that was held up longest. Set by who made it."""
         self._stop = threading.Event()
         self._exchange = Exchange(mesh.store, f"save/{id}", self.rank, self.world, self._stop)
         self._began = time.time()
@@ -97,10 +98,11 @@ class Save:
             raise RunFailed(f"the ranks could not agree about checkpoint {self.name}: {self.problem}") from None
 
     def give_up(self) -> None:
-        """The generation ends: write no further file, let go of everything."""
+        """The generation ends: complete what can be completed soon (a rank that has failed still has its copy), then
+        write no further file and let go of everything. Where connections were cut the thread has ended by itself."""
+        self._thread.join(LEAVE)
         self._stop.set()
-        if self._thread.is_alive():
-            self._thread.join(LEAVE)
+        self._thread.join(LEAVE)
 
     def _run(self) -> None:
         try:
@@ -168,12 +170,13 @@ class Save:
         def write() -> Any:
             results = out.write_data(planner.finish_plan(part), planner).wait()
             self.at("save: written")
-            return results, noted.files
+            return results, noted.files, self.stall
 
         def complete(written: list[Any]) -> list[dict[str, Any]]:
             noted.begun = _nothing
-            out.finish(made["metadata"], [results for results, _ in written])
-            files = {name: entry for _, files in written for name, entry in files.items()} | noted.files
+            out.finish(made["metadata"], [results for results, _, _ in written])
+            files = {name: entry for _, files, _ in written for name, entry in files.items()} | noted.files
+            self.stall = max(stall for *_, stall in written)
             manifest = self._manifest(name, files, {**about, **made["replaced"]})
             self.at("save: manifest")
             if self._stop.is_set():
