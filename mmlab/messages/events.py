@@ -16,6 +16,11 @@ Kinds and what they carry beside `t` (seconds since the epoch), `kind`, `lineage
   between steps), and in a measured step error (||reduced - dense|| / ||dense||)}}
 - `command`: id, verb, args, ok, ranks, message
 - `checkpoint`: name, path, seconds, bytes; `restore`: name, from_step, values {live key: as saved}
+- `recovery`, twice for each: done (false when it begins, true when the next generation has done its first step),
+  reason (the failure in a sentence), cause (a failure's kind), rank, role, phase, attempt k of (`of`) n, generation
+  (the one that follows), restore (the checkpoint asked for, null for the beginning), evidence (what the doctor saw of a
+  hung rank, else empty); when done also replaced (engines that took the place of others, by rank) and seconds from
+  the failure to the end of that step
 - `eval`: loss, loss_swapped (null without images), tokens; `samples`: folder, items [{image, truth, text, prompt}]
 - `balance`: times {part: seconds}, layers_per_stage (the split chosen from them), seconds and even [of each rank of a
   pipeline, with that and with an even split]
