@@ -16,6 +16,7 @@ from mmlab.messages import (
     ENDED,
     LEFT_UNSAID,
     Ack,
+    Command,
     EventLog,
     Failure,
     Inbox,
@@ -26,9 +27,11 @@ from mmlab.messages import (
     read_events,
     read_failures,
     read_json,
+    send,
     write_failure,
     write_json,
 )
+from mmlab.messages.moves import read_move, rescue_move, take_plan
 from mmlab.plan import Plan
 
 SURVIVORS = 1.0
@@ -37,6 +40,8 @@ IMPORTS = 180.0
 """Seconds in which an engine imports torch and opens the store, on a machine with other work too."""
 LOOK = 2.0
 """Seconds between looks at whether ranks have left without a word."""
+TICK = 0.1
+"""Seconds between looks at whether engines are up."""
 FREE = 15.0
 """Seconds in which engines must be free of the run before; then they are replaced."""
 
@@ -112,6 +117,11 @@ def take_over(request: dict[str, Any]) -> ActiveRun:
 def go_on(run: ActiveRun) -> ActiveRun:
     """The next generation of a run whose `again` says so: queued under the same keeper, its plan read anew."""
     assert run.again is not None
+    move = read_move(run.paths)
+    if move is not None and (move.generation, move.name) == (run.generation + 1, run.again.restore):
+        take_plan(run.paths, move)
+    else:
+        rescue_move(run.paths)
     info = read_json(run.paths.run) or {}
     world = Plan.load(run.paths.plan).world_size
     following = ActiveRun(run.paths, run.generation + 1, run.again.restore, world)
@@ -164,7 +174,8 @@ def launch(run: ActiveRun, engines: Engines, idle: Callable[[], bool], closing: 
         }
         for rank in range(run.world)
     ]
-    write_json(run.paths.run, info | {"engines": [engine.id for engine in team], "hosts": [e.host for e in team]})
+    where = {"engines": [engine.id for engine in team], "hosts": [e.host for e in team], "one_host": not engines.batch}
+    write_json(run.paths.run, info | where)
     run.engines = team
     try:
         engines.call(team, "start", [(job, engines.config.worker) for job in jobs], ANSWER)
@@ -226,6 +237,26 @@ def _replace(engines: Engines, busy: list[EngineInfo]) -> None:
             continue  # it ended: no answer is the answer
 
 
+def bring_and_send(run: ActiveRun, engines: Engines, n: int, command: Command, closing: Callable[[], bool]) -> None:
+    """Have at least `n` warm engines, then give the run a command; refused where they cannot be had.
+
+    A relayout to more ranks goes this way: the run trains on meanwhile.
+    """
+    wanted = engines.wanted
+    engines.ensure(n)
+    while not (closing() or run.ended):
+        up = engines.up()
+        if len(up) < n and engines.problem:
+            engines.wanted = wanted
+            Inbox(run.paths.control).answer(Ack(command.id, False, run.step, [], engines.problem, time.time()))
+            return
+        with contextlib.suppress(LabError):  # one of them ended: another comes
+            if len(up) >= n and all(engines.call(up, "warmed", [()] * len(up), ANSWER)):
+                break
+        time.sleep(TICK)
+    send(run.paths.control, command)  # a run that has ended leaves it to the next generation, which refuses it
+
+
 def stop_requested(run: ActiveRun) -> bool:
     """Whether a stop waits in the run's inbox; only for runs that have not started, whose rank 0 would read it."""
     inbox = Inbox(run.paths.control)
@@ -242,6 +273,10 @@ def watch(run: ActiveRun, engines: Engines) -> None:
     if not run.paths.root.is_dir():
         run.state = "stopped"  # deleted under its ranks: the next run takes their engines, or new ones in their place
     if run.ended or not run.engines:
+        return
+    move = read_move(run.paths)
+    if move is not None and move.generation == run.generation + 1:
+        run.again = Again(move.name, move.reason)
         return
     for rank, engine in enumerate(run.engines):
         if engines.lost(engine):

@@ -182,7 +182,7 @@ def live_clients(paths: LabPaths) -> int:
 
 
 def ask(paths: LabPaths, verb: str, **arguments: Any) -> None:
-    """Leave a request for the keeper: launch, engines or close."""
+    """Leave a request for the keeper: launch, engines, bring or close."""
     name = f"{time.time_ns():020d}-{os.getpid()}-{secrets.token_hex(2)}"
     with contextlib.suppress(FileNotFoundError):  # the lab has ended: whoever asks finds out by its state
         write_private(paths.control / f"{name}.json", {"verb": verb, "time": time.time(), **arguments})

@@ -16,6 +16,9 @@ Kinds and what they carry beside `t` (seconds since the epoch), `kind`, `lineage
   between steps), and in a measured step error (||reduced - dense|| / ||dense||)}}
 - `command`: id, verb, args, ok, ranks, message
 - `checkpoint`: name, path, seconds, bytes; `restore`: name, from_step, values {live key: as saved}
+- `relayout`: the run goes on in another layout: name (of the state that it took up), changes {key: [before, after]},
+  before and after (ranks), generation, through ("memory" or "disk"), bytes, seconds (from the step boundary until the
+  state was taken up), steps (planned)
 - `eval`: loss, loss_swapped (null without images), tokens; `samples`: folder, items [{image, truth, text, prompt}]
 - `balance`: times {part: seconds}, layers_per_stage (the split chosen from them), seconds and even [of each rank of a
   pipeline, with that and with an even split]
@@ -108,6 +111,8 @@ def last_steps(lineages: list[Event]) -> dict[str, float]:
 def planned_steps(events: list[Event], default: int) -> int:
     """Planned steps of a run with what `set` made of them; `default` is the plan's own number."""
     for event in reversed(events):
+        if event["kind"] == "relayout":
+            return int(event["steps"])
         if event["kind"] == "command" and event.get("ok") and event["verb"] == "set":
             values = event["args"].get("values", {})
             if "train.steps" in values:

@@ -5,6 +5,7 @@ Works for live and ended runs, from any process, without engines and without tor
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 import time
@@ -43,6 +44,7 @@ class RunRecord:
         self._events: list[Event] = []
         self._offset = 0
         self._plan: Plan | None = None
+        self._plan_file = (0, 0)
         self._host = socket.gethostname()
 
     @property
@@ -57,12 +59,15 @@ class RunRecord:
 
     @property
     def plan(self) -> Plan:
-        """The plan that the run was started with, and what was measured at its start."""
+        """The plan that the run was started with, and what was measured at its start or changed by a relayout."""
         from mmlab.plan import Plan
 
-        if self._plan is None or self._plan.parallel.undecided:
-            self._plan = Plan.load(self.paths.plan)
-        return self._plan
+        with contextlib.suppress(OSError):
+            now = os.stat(self.paths.plan)
+            if self._plan is None or self._plan_file != (now.st_ino, now.st_mtime_ns):
+                self._plan = Plan.load(self.paths.plan)
+                self._plan_file = (now.st_ino, now.st_mtime_ns)
+        return self._plan or Plan.load(self.paths.plan)
 
     def events(self) -> list[Event]:
         """All events so far, oldest first."""
@@ -95,11 +100,11 @@ class RunRecord:
 
     def traffic(self) -> TrafficTable:
         """What the ranks said to each other in the last steps: groups, bytes, time under way and waited for."""
-        return TrafficTable(self.plan.layout(), self.metrics())
+        return TrafficTable(self.plan.layout(), self._in_this_layout())
 
     def bottleneck(self) -> Bottleneck:
         """What holds the run back, from the times of the last steps."""
-        return Bottleneck(self.live_plan(), self.metrics())
+        return Bottleneck(self.live_plan(), self._in_this_layout())
 
     def ledger(self) -> Ledger:
         """Which samples each step consumed, and whether none was lost and none came twice. MmlabError before the first
@@ -108,7 +113,14 @@ class RunRecord:
 
     def compression(self) -> CompressionTable:
         """What the last steps' gradients were coded with, what that saved, cost and lost."""
-        return CompressionTable(self.metrics())
+        return CompressionTable(self._in_this_layout())
+
+    def _in_this_layout(self) -> list[Event]:
+        """The steps of the current lineage since the last relayout: earlier ones have other ranks."""
+        steps = self.metrics()
+        lineages = {event["id"] for event in self.lineages()}
+        moves = [e["step"] for e in self._events if e["kind"] == "relayout" and e["lineage"] in lineages]
+        return [event for event in steps if event["step"] > max(moves, default=-1)]
 
     def live_plan(self) -> Plan:
         """The run's plan with what commands and restores have made of its live fields."""
@@ -118,6 +130,8 @@ class RunRecord:
         for event in self.events():
             if event["kind"] == "restore":
                 values |= event["values"]
+            elif event["kind"] == "relayout":
+                values = {}  # they are in the plan that it has written
             elif event["kind"] == "command" and event["verb"] == "set" and event["ok"]:
                 values |= event["args"]["values"]
         return set_live(self.plan, values) if values else self.plan

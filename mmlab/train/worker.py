@@ -119,7 +119,8 @@ def set_threads(plan: Plan, layout: Layout, rank: int) -> None:
 
 
 def run_worker(job: Job, fault: Fault | None = None) -> str:
-    """Do a whole generation of a run on this rank; returns finished, stopped or failed.
+    """Do a whole generation of a run on this rank; returns finished, stopped, failed, or moved: the next generation
+    takes over in another layout, as `relayout.json` says.
 
     Never raises for what goes wrong in training: a failure is recorded (`failures/`), one survivor appends the
     `state failed` event, and everything of this generation is dropped, so that the next one can start in the same
@@ -164,7 +165,8 @@ def _join(job: Job) -> dist.Store | None:
     if not job.store_host:
         return None  # torchrun: the environment says where
     bind_gloo(job.store_host)
-    return dist.TCPStore(job.store_host, job.store_port, is_master=False, timeout=STORE_TIMEOUT)
+    store = dist.TCPStore(job.store_host, job.store_port, is_master=False, timeout=STORE_TIMEOUT)
+    return dist.PrefixStore(f"generation-{job.generation}", store)  # torchrun's store outlives a generation
 
 
 def _run(plan: Plan, paths: RunPaths, mesh: Mesh, watch: Watch, listener: Listener, job: Job) -> str:
@@ -185,10 +187,12 @@ def _run(plan: Plan, paths: RunPaths, mesh: Mesh, watch: Watch, listener: Listen
         transport = _say_transport(session, {text for _, texts in found for text in texts})
         ranks = [rank for rank, _ in found]
         session.emit(
-            "state", step=session.steering.step, state="running", reason="", ranks=ranks, transport=transport
+            "state", step=session.steering.step, state=session.state, reason="", ranks=ranks, transport=transport
         )  # fmt: skip
         state = train(session)
         session.channel.gather(True)  # nobody says finished before everybody is
+        if state == "moved":  # commands that still wait are the next generation's, and it has the last word
+            return state
         session.refuse_rest()
         session.emit("state", step=session.steering.step, state=state, reason="")
         return state
