@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import importlib
 import time
-from collections.abc import Generator, Iterator, Mapping
+from collections.abc import Generator, Iterator
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, overload
@@ -20,7 +20,7 @@ from mmlab.cluster.client import LabView, check_profile
 from mmlab.cluster.export import export
 from mmlab.cluster.registry import LabPaths
 from mmlab.errors import LabError, MmlabError, PlanError
-from mmlab.messages import new_command, read_json
+from mmlab.messages import Command, read_json
 from mmlab.messages.moves import rescue_move
 from mmlab.messages.runs import create_run, runs_root
 from mmlab.plan import Plan, check_platform
@@ -155,18 +155,8 @@ class Run(Steered):
 
     # steering: see Steered
 
-    def relayout(self, plan: Plan | str | Mapping[str, Any], *changes: str | Mapping[str, Any]) -> Sent:
-        """Go on in another layout from the next step boundary; see `Steered.relayout`."""
-        values, new = self._relaid(plan, *changes)
-        info = self._record.info
-        paths = LabPaths(Path((info.get("lab") or {}).get("root", "")))
-        if new.world_size <= info["world_size"] or not registry.alive(paths):
-            return self._send("relayout", changes=values)
-        self._check_goes_on("relayout")
-        command = new_command("relayout", {"changes": values})
-        request = {"run_dir": str(self.dir), "n": new.world_size, "command": vars(command)}
-        registry.ask(paths, "bring", **request)
-        return Sent("relayout", command.id, self._record.paths.control)
+    def _bring(self, n: int, command: Command) -> bool:
+        return registry.bring(self._record.info, self.dir, n, command)
 
     def restore(self, step: int | None = None, name: str = "", lab: Lab | None = None) -> Sent | Run:
         """Go back to a checkpoint, by step or name (default: the last one).

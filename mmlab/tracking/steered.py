@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from mmlab.errors import MmlabError
-from mmlab.messages import new_command, send
+from mmlab.messages import Command, new_command, send
 from mmlab.plan import Plan, set_live
 from mmlab.plan.compression import checked, live_values
 from mmlab.plan.keys import flatten
@@ -96,8 +96,17 @@ class Steered:
         unless the plan says otherwise. PlanError when the model, the data or the training would be another, and when
         the new plan has problems.
         """
-        values, _ = self._relaid(plan, *changes)
-        return self._send("relayout", changes=values)
+        values, new = self._relaid(plan, *changes)
+        command = new_command("relayout", {"changes": values})
+        self._check_goes_on("relayout")
+        more = new.world_size > self._record.info.get("world_size", 0)
+        if more and self._bring(new.world_size, command):
+            return Sent("relayout", command.id, self._record.paths.control)
+        return self._send_command(command)
+
+    def _bring(self, n: int, command: Command) -> bool:
+        """Have the run's lab give it a command as soon as there are n engines; False where no lab can."""
+        return False
 
     def _relaid(
         self, plan: Plan | str | Mapping[str, Any], *changes: str | Mapping[str, Any]
@@ -113,13 +122,15 @@ class Steered:
 
     def _send(self, verb: str, **args: Any) -> Sent:
         self._check_goes_on(verb)
-        command = new_command(verb, args)
+        return self._send_command(new_command(verb, args))
+
+    def _send_command(self, command: Command) -> Sent:
         control = self._record.paths.control
         try:
             send(control, command)
         except OSError as error:
-            raise MmlabError(f"{verb}: the inbox {control} cannot be written: {error.strerror}") from None
-        return Sent(verb, command.id, control)
+            raise MmlabError(f"{command.verb}: the inbox {control} cannot be written: {error.strerror}") from None
+        return Sent(command.verb, command.id, control)
 
     def _check_goes_on(self, verb: str) -> None:
         status = self.status()
