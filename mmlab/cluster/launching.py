@@ -31,7 +31,7 @@ from mmlab.messages import (
     write_failure,
     write_json,
 )
-from mmlab.messages.moves import read_move, rescue_move, take_plan
+from mmlab.messages.moves import moving_on, rescue_move, take_plan
 from mmlab.plan import Plan
 
 SURVIVORS = 1.0
@@ -117,8 +117,8 @@ def take_over(request: dict[str, Any]) -> ActiveRun:
 def go_on(run: ActiveRun) -> ActiveRun:
     """The next generation of a run whose `again` says so: queued under the same keeper, its plan read anew."""
     assert run.again is not None
-    move = read_move(run.paths)
-    if move is not None and (move.generation, move.name) == (run.generation + 1, run.again.restore):
+    move = moving_on(run.paths, run.generation)
+    if move is not None and move.name == run.again.restore:
         take_plan(run.paths, move)
     else:
         rescue_move(run.paths)
@@ -274,8 +274,7 @@ def watch(run: ActiveRun, engines: Engines) -> None:
         run.state = "stopped"  # deleted under its ranks: the next run takes their engines, or new ones in their place
     if run.ended or not run.engines:
         return
-    move = read_move(run.paths)
-    if move is not None and move.generation == run.generation + 1:
+    if move := moving_on(run.paths, run.generation):
         run.again = Again(move.name, move.reason)
         return
     for rank, engine in enumerate(run.engines):

@@ -29,12 +29,13 @@ ROOM = 1.25
 class Move:
     """What the next generation of a run begins with.
 
-    `generation` is that next one's number; `name` of the state, a checkpoint in `folder` of `host`, in memory or not;
-    `plan` is TOML; `before` and `after` ranks; `began` seconds since the epoch; `paused` and `remaining` (steps until
-    the next pause) as the run is steered.
+    `generation` is that next one's number; `command` asked for it; `name` of the state, a checkpoint in `folder` of
+    `host`, in memory or not; `plan` is TOML; `before` and `after` ranks; `began` seconds since the epoch; `paused` and
+    `remaining` (steps until the next pause) as the run is steered.
     """
 
     generation: int
+    command: str
     name: str
     folder: str
     host: str
@@ -62,6 +63,12 @@ def read_move(paths: RunPaths) -> Move | None:
     """The move that a run is in; None where it is in none."""
     found = read_json(paths.move)
     return Move(**found) if isinstance(found, dict) else None
+
+
+def moving_on(paths: RunPaths, generation: int) -> Move | None:
+    """The move that has ended a generation: whatever becomes of its ranks, the next one takes over. None without."""
+    move = read_move(paths)
+    return move if move is not None and move.generation == generation + 1 else None
 
 
 def write_move(paths: RunPaths, move: Move) -> None:

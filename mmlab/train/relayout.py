@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mmlab.errors import CheckpointError, PlanError
-from mmlab.messages import read_json
+from mmlab.messages import Ack, read_json
 from mmlab.messages.moves import Move, forget_move, memory_with_room, read_move, write_move
 from mmlab.messages.runs import TORCHRUN
 from mmlab.plan import Plan
@@ -45,10 +45,10 @@ class Relayout:
         memory = self._memory()
         folder, manifest = self._save(memory, name, new)
         move = Move(
-            generation=here.listener.generation + 1, name=name, folder=str(folder), host=socket.gethostname(),
-            memory=folder.parent == memory, step=here.steering.step, plan=new.dumps(), before=here.plan.world_size,
-            after=new.world_size, began=began, bytes=manifest.get("bytes", 0), changes=_both(here.plan, new),
-            paused=here.steering.paused, remaining=here.steering.remaining,
+            generation=here.listener.generation + 1, command=here.applying, name=name, folder=str(folder),
+            host=socket.gethostname(), memory=folder.parent == memory, step=here.steering.step, plan=new.dumps(),
+            before=here.plan.world_size, after=new.world_size, began=began, bytes=manifest.get("bytes", 0),
+            changes=_both(here.plan, new), paused=here.steering.paused, remaining=here.steering.remaining,
         )  # fmt: skip
         problem = ""
         if here.mesh.place.rank == 0:
@@ -127,7 +127,19 @@ class Relayout:
             generation=move.generation, through="memory" if move.memory else "disk", bytes=move.bytes,
             seconds=round(time.time() - move.began, 3), steps=here.plan.train.steps,
         )  # fmt: skip
+        self._answer(move)
         return True
+
+    def _answer(self, move: Move) -> None:
+        """Answer the command, where a rank died between the state and the answer."""
+        here = self.session
+        for command in here.listener.inbox.pending() if here.mesh.place.rank == 0 else []:
+            if command.id == move.command:
+                ranks = list(range(move.before))
+                ack = Ack(command.id, True, move.step, ranks, move.reason, time.time())
+                here.emit("command", step=move.step, id=command.id, verb=command.verb, args=command.args,
+                          source=command.source, ok=True, ranks=ranks, message=move.reason)  # fmt: skip
+                here.listener.answer(ack)
 
 
 def _both(before: Plan, after: Plan) -> dict[str, list[Any]]:

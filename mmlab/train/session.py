@@ -71,6 +71,8 @@ class Session:
         self.lineage = ""
         self.saves = Saves(self)
         self.relayout = Relayout(self)
+        self.applying = ""
+        """Id of the command that is being applied."""
         self._verbs: dict[str, Callable[[dict[str, Any]], str]] = {
             "pause": self._pause, "resume": self._resume, "step": self._step_n, "set": self._set,
             "measure": self._measure, "checkpoint": self._checkpoint, "restore": self._restore,
@@ -191,7 +193,7 @@ class Session:
         self.watch.enter("control")
 
     def _apply(self, command: Command) -> None:
-        before = self.state
+        before, self.applying = self.state, command.id
         try:
             message, ok = self._verbs[command.verb](command.args), True
         except RunFailed:

@@ -36,6 +36,7 @@ from mmlab.messages import (
     read_failures,
     write_failure,
 )
+from mmlab.messages.moves import moving_on
 from mmlab.parallel import shm
 from mmlab.parallel.abort import Connections
 from mmlab.parallel.mesh import Mesh, build_mesh, close_mesh
@@ -240,8 +241,13 @@ def _describe(error: BaseException, watch: Watch, plan_role: str) -> str:
 
 
 def _end_early(job: Job, paths: RunPaths, watch: Watch, listener: Listener, error: BaseException) -> str:
-    """What becomes of a run that ends by an exception: stopped when it was aborted, else failed."""
+    """What becomes of a run that ends by an exception: moved when its state is on its way to the next generation,
+    stopped when it was aborted, else failed."""
     listener.uninterruptible()
+    if moving_on(paths, job.generation):  # the state is whole: who left before the others costs nothing
+        traceback.clear_frames(error.__traceback__)
+        listener.connections.cut()
+        return "moved"
     command = listener.aborted or read_aborted(paths.failures, job.generation)
     if isinstance(error, Aborted) or (command is not None and _kind(error) == "peer"):
         traceback.clear_frames(error.__traceback__)

@@ -23,7 +23,7 @@ def left(paths, folder, **more):
     folder.mkdir(parents=True)
     write_json(folder / "manifest.json", {"name": folder.name})
     (folder / "part").write_bytes(b"weights")
-    fields = {"generation": 2, "name": folder.name, "folder": str(folder), "host": socket.gethostname(),
+    fields = {"generation": 2, "command": "", "name": folder.name, "folder": str(folder), "host": socket.gethostname(),
               "memory": True, "step": 5, "plan": "", "before": 3, "after": 2, "began": 0.0, "bytes": 7,
               "changes": {"parallel.tp": [1, 2]}} | more  # fmt: skip
     move = Move(**fields)
