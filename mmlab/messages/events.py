@@ -8,6 +8,7 @@ Kinds and what they carry beside `t` (seconds since the epoch), `kind`, `lineage
 - `step`: loss, tokens, images, samples, seconds, tokens_per_s, images_per_s, data_wait, lr {module: x}, grad_norm
   {module: x}, grad_norm_total (null where not finite), reduced ("momentum" in steps of 1-bit Adam after its freeze: the
   norms are then those of the first moment, for nobody has the gradient), loss_scale (with fp16), with telemetry on
+  data_queue (steps decoded and waiting when the step asked for the next one, on the rank that had fewest; 0: it waited),
   phases [[seconds of each phase in `messages.PHASES`] for each rank], traffic {axis of `messages.AXES`: [bytes of each
   group of the layout]} and communication {module: {seconds, exposed}} of its gradients under way and waited for,
   and of each module whose gradients are compressed, or of which something is still left out, compression {module:
