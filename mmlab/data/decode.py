@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 from PIL import ExifTags, Image, ImageOps
 
-from mmlab.data.tiling import WHOLE, Grid
+from mmlab.data.tiling import WHOLE, Grid, cut
 
 
 @dataclass(frozen=True)
@@ -61,13 +61,10 @@ def open_rgb(data: bytes, least: tuple[int, int] | None = None) -> Image.Image:
 
 
 def decode(data: bytes, size: int, grid: Grid = WHOLE) -> Decoded:
-    """A picture as squares of `size` x `size` RGB (bicubic with antialiasing; the aspect ratio is not kept, as in
-    SigLIP)."""
+    """A picture as the tiles of a grid, each `size` x `size` RGB (`tiling.cut`)."""
     try:
         image = open_rgb(data, least=(grid.columns * size, grid.rows * size))
-        if image.size != (size, size):
-            image = image.resize((size, size), Image.Resampling.BICUBIC)
-        return Decoded(np.asarray(image, dtype=np.uint8)[None])
+        return Decoded(cut(image, size, grid))
     except Exception as error:  # decoders raise all kinds on damaged bytes; the sample is then masked and named
         reason = f"{type(error).__name__}: {error}".splitlines()[0][:200]
         return Decoded(np.zeros((grid.tiles, size, size, 3), dtype=np.uint8), reason)
