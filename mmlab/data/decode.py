@@ -7,9 +7,9 @@ import warnings
 from dataclasses import dataclass
 
 import numpy as np
-from PIL import Image, ImageOps
+from PIL import ExifTags, Image, ImageOps
 
-from mmlab.data.tiling import WHOLE, Grid
+from mmlab.data.tiling import WHOLE, Grid, cut
 
 
 @dataclass(frozen=True)
@@ -34,26 +34,29 @@ def to_rgb(image: Image.Image) -> Image.Image:
     return image.convert("RGB")
 
 
-def open_rgb(data: bytes, least: int | None = None) -> Image.Image:
-    """The whole picture as RGB. `least`: JPEG may be decoded at a reduced size of at least that many pixels a side,
-    which is 2 to 5 times faster for large pictures. Raises whatever Pillow raises on bytes it cannot decode."""
+def on_its_side(image: Image.Image) -> bool:
+    """Whether an opened picture is shown with width and height exchanged (EXIF orientation 5 to 8)."""
+    return image.getexif().get(ExifTags.Base.Orientation, 1) in (5, 6, 7, 8)
+
+
+def open_rgb(data: bytes, least: tuple[int, int] | None = None) -> Image.Image:
+    """The whole picture as RGB. `least`: JPEG may be decoded at a reduced size that covers so many pixels (width,
+    height), which is 2 to 5 times faster for large pictures. Raises whatever Pillow raises on bytes it cannot
+    decode."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # large pictures and odd metadata are no reason to speak up
         with Image.open(io.BytesIO(data)) as image:
-            if least is not None:
-                image.draft(None, (least, least))
+            if least is not None and image.format in ("JPEG", "MPO"):
+                image.draft(None, least[::-1] if on_its_side(image) else least)
             image.load()
             return to_rgb(image)
 
 
 def decode(data: bytes, size: int, grid: Grid = WHOLE) -> Decoded:
-    """A picture as squares of `size` x `size` RGB (bicubic with antialiasing; the aspect ratio is not kept, as in
-    SigLIP)."""
+    """A picture as the tiles of a grid, each `size` x `size` RGB (`tiling.cut`)."""
     try:
-        image = open_rgb(data, least=size)
-        if image.size != (size, size):
-            image = image.resize((size, size), Image.Resampling.BICUBIC)
-        return Decoded(np.asarray(image, dtype=np.uint8)[None].copy())
+        image = open_rgb(data, least=(grid.columns * size, grid.rows * size))
+        return Decoded(cut(image, size, grid))
     except Exception as error:  # decoders raise all kinds on damaged bytes; the sample is then masked and named
         reason = f"{type(error).__name__}: {error}".splitlines()[0][:200]
         return Decoded(np.zeros((grid.tiles, size, size, 3), dtype=np.uint8), reason)

@@ -6,6 +6,7 @@ import io
 import threading
 from collections import OrderedDict
 from collections.abc import Collection, Sequence
+from dataclasses import replace
 from typing import Any, Literal
 
 import numpy as np
@@ -13,6 +14,7 @@ import torch
 
 from mmlab.data.decode import Decoded, decode, open_rgb
 from mmlab.data.format import (
+    IMAGE_MARK,
     Turn,
     build,
     build_prompt,
@@ -24,12 +26,13 @@ from mmlab.data.format import (
     start_pieces,
 )
 from mmlab.data.index import Progress, open_indexes
+from mmlab.data.lanes import LaneItem
 from mmlab.data.manifest import ManifestSample, Split, StepManifest
 from mmlab.data.order import Order, Position
 from mmlab.data.packed import IGNORE, PackedText, TextSequence, pack
 from mmlab.data.shards import ShardFiles
 from mmlab.data.sources import find_sources, find_tokenizer
-from mmlab.data.tiling import Picture
+from mmlab.data.tiling import Grid, Picture, Tiling
 from mmlab.data.tokenizer import TextTokenizer
 from mmlab.errors import DataError
 from mmlab.plan.schema import Plan
@@ -50,6 +53,7 @@ class DataSource:
         self.tokenizer = TextTokenizer(find_tokenizer(plan, self.shards))
         self.image_size = plan.model.vision.image_size
         self.tokens_per_tile = plan.model.vision.tokens_per_tile
+        self.tiling = Tiling.of(plan)
         self.seq_len = plan.data.seq_len
         self.global_batch = plan.data.global_batch
         self._check_vocabulary(plan)
@@ -116,14 +120,24 @@ class DataSource:
         """
         self._check_position(position)
         items, after = self.order.take(position, self.global_batch)
-        samples = []
-        for item in items:
-            index = self.indexes[item.shard]
-            length, targets, tiles = measure(index.segments_of(item.index), self.tokens_per_tile, self.seq_len)
-            shard = self.shards[item.shard]
-            key = f"{shard if len(self.order.sources) > 1 else shard.name}/{index.keys[item.index]}"
-            samples.append(ManifestSample(key, item.shard, item.index, item.epoch, item.lane, length, targets, tiles))
-        return StepManifest(step, tuple(samples), split or self.split), after
+        return StepManifest(step, tuple(map(self._sample, items)), split or self.split), after
+
+    def _sample(self, item: LaneItem) -> ManifestSample:
+        """An item of the order with its length and its tiles."""
+        index, shard = self.indexes[item.shard], self.shards[item.shard]
+        grids = self._grids(item.shard, item.index)
+        length, targets, images = measure(index.segments_of(item.index), self._image_tokens(grids), self.seq_len)
+        key = f"{shard if len(self.order.sources) > 1 else shard.name}/{index.keys[item.index]}"
+        place = (key, item.shard, item.index, item.epoch, item.lane)
+        return ManifestSample(*place, length, targets, grids[:images])
+
+    def _grids(self, shard: int, sample: int) -> tuple[Grid, ...]:
+        """How each image of a sample is tiled, of those too that seq_len cuts off."""
+        index = self.indexes[shard]
+        return self.tiling.grids(index.segments_of(sample), index.images_of(sample)[:, 2:].tolist())
+
+    def _image_tokens(self, grids: Sequence[Grid]) -> list[int]:
+        return [grid.tiles * self.tokens_per_tile for grid in grids]
 
     def _check_position(self, position: Position) -> None:
         """DataError when a saved position is none of this order."""
@@ -160,7 +174,8 @@ class DataSource:
 
     def _sequence(self, sample: ManifestSample, masked: bool) -> TextSequence:
         pieces = conversation_pieces(self.turns(sample), self.tokenizer)
-        sequence = build(pieces, self.image_id, self.tokens_per_tile, self.seq_len)
+        tokens = self._image_tokens(self._grids(sample.shard, sample.index))
+        sequence = build(pieces, self.image_id, tokens, self.seq_len)
         targets = (IGNORE,) * len(sequence.ids) if masked else sequence.targets
         return TextSequence(sequence.ids, targets, sample.key)
 
@@ -168,18 +183,23 @@ class DataSource:
         """The packed text of the samples at `positions`, in that order; targets of `bad` positions are masked."""
         return pack([self._sequence(manifest.samples[i], i in bad) for i in positions], self.image_id)
 
+    def prompted(self, sample: ManifestSample) -> ManifestSample:
+        """A sample up to its first answer: with the images of its first prompt alone."""
+        return replace(sample, grids=sample.grids[: self.turns(sample)[0].prompt.count(IMAGE_MARK)])
+
     def prompt(self, sample: ManifestSample) -> PackedText:
-        """What generation continues: the sample up to its first answer (T tokens, no targets)."""
+        """What generation continues: a `prompted` sample's text (T tokens, no targets)."""
         first = prompt_pieces(self.turns(sample)[0].prompt, self.tokenizer)
-        sequence = build_prompt(start_pieces(self.tokenizer) + first, self.image_id, self.tokens_per_tile)
+        tokens = self._image_tokens(sample.grids)
+        sequence = build_prompt(start_pieces(self.tokenizer) + first, self.image_id, tokens)
         return pack([TextSequence(sequence.ids, sequence.targets, sample.key)], self.image_id)
 
     # -- pixels
 
     def pictures(self, sample: ManifestSample) -> list[Picture]:
         """Each picture that the sample, cut to seq_len, still has."""
-        images = self.indexes[sample.shard].images_of(sample.index)[: sample.tiles]
-        return [Picture(sample.shard, int(offset), int(size)) for offset, size in images[:, :2].tolist()]
+        places = self.indexes[sample.shard].images_of(sample.index)[: len(sample.grids), :2].tolist()
+        return [Picture(sample.shard, o, n, grid) for (o, n), grid in zip(places, sample.grids, strict=True)]
 
     def collect(self, sample: ManifestSample, decoded: Sequence[Decoded]) -> tuple[torch.Tensor, bool]:
         """(pixels float32 [tiles, 3, S, S], whether one is bad) of one sample's decoded pictures.
@@ -226,7 +246,7 @@ class DataSource:
         image: bytes | None = None
         for where in self.pictures(sample)[:1]:
             try:
-                picture = open_rgb(self.files.read(where.shard, where.offset, where.size), least=512)
+                picture = open_rgb(self.files.read(where.shard, where.offset, where.size), least=(512, 512))
             except DataError:
                 raise
             except Exception:  # an undecodable picture has no place in a report, its text has

@@ -29,6 +29,11 @@ class DataConfig(Section):
     """Samples a step: dp x microbatches x microbatch size."""
     seq_len: int = Field(128, ge=2)
     """Longest sample, in tokens with image tokens expanded; longer text is cut at its end."""
+    max_tiles: int = Field(1, ge=1, le=64)
+    """Tiles that a picture is cut into at most, in the grid closest to its shape; 1 resizes it to one. A sample whose
+    text leaves less room in data.seq_len has fewer."""
+    thumbnail: bool = True
+    """Whether a picture cut into several tiles is also seen whole, as one more tile behind them."""
     lanes: int = Field(8, ge=1)
     """Fixed walks through the shards; part of the order of samples, independent of the layout."""
     seed: int = Field(0, ge=0)

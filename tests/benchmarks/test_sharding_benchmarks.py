@@ -14,9 +14,8 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize(
-    "case", [pytest.param(case, marks=[] if case == "zero3" else pytest.mark.slow) for case in CASES]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("case", CASES)
 def test_counted_bytes_are_those_of_the_formula(pool, case):
     plan = Plan.load("laptop").with_(*SMALL, *CASES[case])
     pool.grow(plan.world_size)

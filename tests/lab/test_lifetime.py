@@ -101,6 +101,7 @@ def test_an_idle_lab_ends_itself(owner):
     assert not (registry.registry() / lab_id).exists()
 
 
+@pytest.mark.slow
 def test_a_plan_says_after_which_time_its_lab_is_idle(owner):
     short = TRAIN.replace("{'name'", "{'cluster.idle_timeout': 1.0, 'name'").replace("=100000", "=3")
     kernel = owner(short, outlive=True, idle=None)

@@ -93,6 +93,7 @@ def test_a_lab_waits_in_the_queue_trains_and_cancels_its_job(slurm):
     assert not list(slurm.glob("*.sbatch"))
 
 
+@pytest.mark.slow
 def test_a_job_that_leaves_the_queue_is_named(slurm):
     lab = Lab(profile="slurm", engines=1, worker=FAKE)
     try:

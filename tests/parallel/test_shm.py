@@ -121,6 +121,7 @@ def test_the_rule_knows_the_smallest_file():
         assert least_shm_bytes(ranks) == Layout.within(ranks, 0).size
 
 
+@pytest.mark.slow
 def test_a_docker_sized_dev_shm_holds_the_groups_of_a_run(tmp_path):
     """64 MB, as Docker gives, then 1 MB: the groups shrink; when nothing is left they say so and go on."""
     program = Path(__file__).with_name("shm_small.py")

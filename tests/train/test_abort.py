@@ -89,6 +89,7 @@ def test_a_collective_that_one_rank_has_not_joined_is_named(pool, shards, tmp_pa
     assert states == ["stopped"] * 3
 
 
+@pytest.mark.slow
 def test_a_stopped_process_and_one_whose_interpreter_is_blocked_are_shown(pool, shards, tmp_path):
     plan = make_plan(shards, "train.steps=100000")
     run, record = stuck_run(pool, plan, tmp_path / "run", ("hold", 2, 3, "forward"))

@@ -43,6 +43,7 @@ def pass_through(pool, data, tmp_path, names):
         before, saved = now, target
 
 
+@pytest.mark.slow
 def test_checkpoints_pass_between_layouts(pool, shards, tmp_path):
     pass_through(pool, shards, tmp_path, ("zero3-tensor", "zero1", "tensor"))
 
