@@ -5,90 +5,26 @@ import hashlib
 import io
 import json
 import os
-import signal
-import subprocess
 import sys
-import tarfile
-from pathlib import Path
 
 import pytest
 from data_helpers import conversation_json, encode, picture, small_plan
+from pack_helpers import captions_file, names, packed_json, photos
 from PIL import Image
 
 from mmlab.cli import run_command
 from mmlab.data.packing import PackOptions, pack
-from mmlab.data.packing.shelf import JOURNAL, Journal, Shelf
 from mmlab.data.pipeline import DataSource
+from mmlab.data.tiling import Tiling
 from mmlab.data.tokenizer import train_tokenizer
 from mmlab.errors import DataError
+
+__all__ = ["photos"]
 
 
 @pytest.fixture(autouse=True)
 def _own_cache(tmp_path, monkeypatch):
     monkeypatch.setenv("MMLAB_DATA", str(tmp_path / "cache"))
-
-
-@pytest.fixture
-def photos(tmp_path):
-    """Twelve pictures a.png to l.png, all different."""
-    folder = tmp_path / "photos"
-    folder.mkdir()
-    for number in range(12):
-        (folder / f"{chr(97 + number)}.png").write_bytes(picture((number * 20, 255 - number * 20, 9), (40, 30)))
-    return folder
-
-
-def names(folder):
-    return [f"{chr(97 + number)}.png" for number in range(12)]
-
-
-def tree(folder):
-    return {p.name: hashlib.sha256(p.read_bytes()).hexdigest() for p in sorted(folder.iterdir())}
-
-
-def packed_json(out, split="train"):
-    """The json of each sample of a split, in order, with the names of its other members."""
-    found = []
-    for shard in sorted(out.glob(f"{split}-*.tar")):
-        with tarfile.open(shard) as tar:
-            members = {}
-            for info in tar:
-                key, _, extension = info.name.partition(".")
-                members.setdefault(key, {})[extension] = tar.extractfile(info).read()
-            found += [(json.loads(m.pop("json")), m) for m in members.values()]
-    return found
-
-
-def captions_file(folder, kind):
-    """The same twelve captions in each form; the source to pack."""
-    rows = [(name, f"picture {name[0]}") for name in names(folder)]
-    if kind == "coco":
-        path = folder.parent / "annotations" / "captions_photos.json"
-        path.parent.mkdir()
-        images = [{"id": n, "file_name": name} for n, (name, _) in enumerate(rows)]
-        path.write_text(json.dumps({"images": images, "annotations": [
-            {"image_id": n, "id": n, "caption": text} for n, (_, text) in enumerate(rows)]}))  # fmt: skip
-    elif kind in ("llava", "jsonl"):
-        entries = [
-            {"id": n, "image": name, **json.loads(conversation_json(("<image>\nwhat?", text)))}
-            for n, (name, text) in enumerate(rows)
-        ]  # fmt: skip
-        path = folder / f"chat.{'json' if kind == 'llava' else 'jsonl'}"
-        path.write_text(json.dumps(entries) if kind == "llava" else "\n".join(map(json.dumps, entries)))
-    elif kind in ("csv", "tsv"):
-        path = folder.parent / f"rows.{kind}"
-        with open(path, "w", newline="") as file:
-            writer = csv.writer(file, delimiter="," if kind == "csv" else "\t")
-            writer.writerows([("file_name", "caption"), *((f"photos/{name}", text) for name, text in rows)])
-    elif kind == "parquet":
-        parquet, arrow = pytest.importorskip("pyarrow.parquet"), pytest.importorskip("pyarrow")
-        path = folder / "rows.parquet"
-        parquet.write_table(arrow.table({"image": [r[0] for r in rows], "text": [r[1] for r in rows]}), path)
-    else:
-        for name, text in rows:
-            (folder / name).with_suffix(".txt").write_text(text)
-        path = folder
-    return path
 
 
 @pytest.mark.parametrize("kind", ["coco", "llava", "jsonl", "csv", "tsv", "parquet", "folder"])
@@ -201,6 +137,21 @@ def test_larger_pictures_are_resized_never_enlarged(tmp_path):
     small = Image.open(io.BytesIO(packed_json(tmp_path / "out")[0][1]["jpg"]))
     exact = Image.open(io.BytesIO(pictures["a.jpg"])).resize((128, 64), Image.Resampling.BICUBIC)
     assert max(abs(a - b) for a, b in zip(small.tobytes(), exact.tobytes(), strict=True)) < 24
+
+
+def test_resized_for_tiles_a_picture_is_cut_as_it_would_have_been(tmp_path):
+    (tmp_path / "in").mkdir()
+    sizes = [(640, 200), (300, 900), (500, 500), (90, 70), (1000, 333), (61, 400)]
+    for number, size in enumerate(sizes):
+        (tmp_path / "in" / f"{number}.jpg").write_bytes(encode(gradient(size), format="JPEG"))
+        (tmp_path / "in" / f"{number}.txt").write_text("x")
+    pack(tmp_path / "in", tmp_path / "out", PackOptions(resize=32, tiles=6))
+    tiling = Tiling(32, 4, 1000, max_tiles=6)
+    for size, (_, members) in zip(sizes, packed_json(tmp_path / "out"), strict=True):
+        packed = Image.open(io.BytesIO(members["jpg"])).size
+        grid = tiling.grid(*size)
+        assert tiling.grid(*packed) == grid
+        assert packed == size or min(packed[0] - 32 * grid.columns, packed[1] - 32 * grid.rows) == 0
 
 
 def test_what_cannot_be_packed_is_skipped_and_named(photos, tmp_path):
@@ -345,90 +296,6 @@ def test_options_and_folders_that_do_not_fit_are_refused(photos, tmp_path):
     assert pack(photos, tmp_path / "done").complete
 
 
-class Killed(BaseException):
-    """Stands for kill -9 between two instructions."""
-
-
-@pytest.mark.parametrize("after", range(1, 15))
-def test_a_pack_that_is_broken_off_goes_on_to_the_same_bytes(photos, tmp_path, monkeypatch, after):
-    source = captions_file(photos, "csv")
-    options = PackOptions(samples_per_shard=3, held_out=0.3)
-    pack(source, tmp_path / "whole", options)
-    left = [after]
-
-    def dying(method):
-        def act(self, *arguments):
-            left[0] -= 1
-            if left[0] == 0:
-                raise Killed
-            return method(self, *arguments)
-
-        return act
-
-    with monkeypatch.context() as patch:
-        patch.setattr(Journal, "note", dying(Journal.note))
-        patch.setattr(Shelf, "finish", dying(Shelf.finish))
-        patch.setattr(os, "rename", dying(os.rename))
-        with pytest.raises(Killed):
-            pack(source, tmp_path / "out", options)
-    assert not (tmp_path / "out" / "manifest.json").exists()
-    if (tmp_path / "out" / JOURNAL).exists():
-        with open(tmp_path / "out" / JOURNAL, "ab") as file:
-            file.write(b'{"next": 99, "at"')  # a note that was cut short
-        if len(Journal(tmp_path / "out").read()):
-            with pytest.raises(DataError, match="unfinished pack"):
-                pack(source, tmp_path / "out", PackOptions(samples_per_shard=4))
-    pack(source, tmp_path / "out", options)
-    assert tree(tmp_path / "out") == tree(tmp_path / "whole")
-
-
-def packed_within(seconds: float, *arguments) -> bool:
-    """Run the command; kill -9 and False when it needs longer."""
-    command = [sys.executable, "-m", "mmlab.cli", "data", "pack", *map(str, arguments)]
-    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as process:
-        try:
-            _, said = process.communicate(timeout=seconds)
-        except subprocess.TimeoutExpired:
-            os.kill(process.pid, signal.SIGKILL)
-            return False
-        assert process.returncode == 0, said
-        return True
-
-
-@pytest.mark.slow
-def test_killed_at_any_time_with_any_workers_it_ends_with_the_same_bytes(tmp_path):
-    folder = tmp_path / "in"
-    folder.mkdir()
-    noise = os.urandom(1 << 16)
-    for number in range(1200):
-        pixels = bytes((byte + number) % 256 for byte in noise[number : number + 48 * 48 * 3])
-        (folder / f"{number:04d}.png").write_bytes(encode(Image.frombytes("RGB", (48, 48), pixels)))
-        (folder / f"{number:04d}.txt").write_text(f"noise {number}")
-    options = ("--resize", 32, "--samples-per-shard", 100, "--held-out", 0.1)
-    assert packed_within(60, folder, tmp_path / "whole", *options, "--workers", 0)
-    kills, delay = 0, 0.6
-    while not packed_within(delay, folder, tmp_path / "out", *options, "--workers", kills % 3):
-        kills += 1
-        delay += 0.15  # a start takes half a second: later kills fall later in the work
-        assert kills < 60
-    assert kills >= 2
-    assert tree(tmp_path / "out") == tree(tmp_path / "whole")
-
-
-@pytest.mark.slow
-def test_a_full_disk_is_one_sentence_and_the_same_command_goes_on(photos, tmp_path):
-    source = captions_file(photos, "csv")
-    pack(source, tmp_path / "whole", PackOptions(workers=0))
-    # A limit on the size of files stands for the full disk: the write fails in the same place.
-    limited = f"import resource, runpy, sys; resource.setrlimit(resource.RLIMIT_FSIZE, (6000, 6000)); sys.argv = ['mmlab', 'data', 'pack', {str(source)!r}, {str(tmp_path / 'out')!r}, '--workers', '0']; runpy.run_module('mmlab.cli', run_name='__main__')"  # noqa: E501
-    done = subprocess.run([sys.executable, "-c", limited], capture_output=True, text=True, timeout=60)
-    assert done.returncode == 1
-    assert "cannot be written (File too large)" in done.stderr
-    assert "Traceback" not in done.stderr
-    assert pack(source, tmp_path / "out", PackOptions(workers=0)).samples("train") == 12
-    assert tree(tmp_path / "out") == tree(tmp_path / "whole")
-
-
 def test_the_command_packs_reports_and_says_how_to_train(photos, tmp_path, capfd):
     source = captions_file(photos, "tsv")
     source.write_text(source.read_text() + "photos/gone.png\tx\n")
@@ -456,16 +323,3 @@ def test_the_command_packs_reports_and_says_how_to_train(photos, tmp_path, capfd
     assert "packed already" in capfd.readouterr().out
     assert run_command([*arguments, "--resize", "5"]) == 1
     assert "Name another folder" in capfd.readouterr().err
-
-
-def test_two_packs_do_not_share_a_folder(photos, tmp_path):
-    import fcntl
-
-    out = tmp_path / "out"
-    out.mkdir()
-    handle = os.open(out, os.O_RDONLY)
-    fcntl.flock(handle, fcntl.LOCK_EX)
-    with pytest.raises(DataError, match="another process packs into it"):
-        pack(captions_file(photos, "csv"), out)
-    os.close(handle)
-    assert Path(out).is_dir()

@@ -13,7 +13,8 @@ _NOT_IN_THE_BYTES = ("workers", "strict", "max_skipped")
 
 @dataclass(frozen=True)
 class PackOptions:
-    """How to pack. `resize`: pixels of the shorter side, 0 as it is; `shard_mb`: megabytes (1e6 bytes) of a shard;
+    """How to pack. `resize`: pixels a side of a tile: larger pictures keep what the grid of at most `tiles` of them
+    shows (with one tile: that many on the shorter side); 0 keeps all. `shard_mb`: megabytes (1e6 bytes) of a shard;
     `held_out`: share of the pictures, 0 to 1; `max_skipped`: share of the records, 0 to 1."""
 
     format: str = ""
@@ -21,6 +22,7 @@ class PackOptions:
     image_column: str = ""
     text_column: str = ""
     resize: int = 0
+    tiles: int = 1
     quality: int = 90
     captions: str = "all"
     held_out: float = 0.0

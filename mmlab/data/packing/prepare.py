@@ -13,9 +13,10 @@ from pathlib import Path
 
 from PIL import Image, ImageOps
 
-from mmlab.data.decode import to_rgb
+from mmlab.data.decode import on_its_side, to_rgb
 from mmlab.data.format import parse_json
 from mmlab.data.packing.options import PackOptions, Prepared, Record, shown
+from mmlab.data.tiling import Tiling
 from mmlab.errors import DataError
 
 _EXTENSIONS = {"JPEG": "jpg", "MPO": "jpg", "PNG": "png", "WEBP": "webp"}
@@ -106,36 +107,38 @@ def _fit(data: bytes, name: str | bytes, options: PackOptions) -> tuple[str, byt
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # large pictures and odd metadata are no reason to speak up
             with Image.open(io.BytesIO(data)) as image:
-                target = _target(image.size, options.resize)
+                turned = on_its_side(image)
+                target = _target(image.size[::-1] if turned else image.size, options.resize, options.tiles)
                 kind = _EXTENSIONS.get(image.format or "", "")
-                image.draft(None, target or (1, 1))  # without a target it is decoded only to see that it can be
                 if target is None and kind:
+                    image.draft(None, (1, 1))  # it is decoded only to see that it can be
                     image.load()
                     return kind, data
+                if target is not None:
+                    image.draft(None, target[::-1] if turned else target)
                 image.load()
-                return _encode(image, target, options.quality)
+                return _encode(ImageOps.exif_transpose(image), target, options.quality)
     except Exception as error:  # decoders raise all kinds on damaged bytes
         reason = f"{type(error).__name__}: {error}".splitlines()[0][:200]
         where = f"{shown(name)} " if isinstance(name, str) else ""
         raise _Unfit(f"{where}cannot be decoded ({reason})") from None
 
 
-def _target(size: tuple[int, int], shorter: int) -> tuple[int, int] | None:
-    """The size with `shorter` pixels on the shorter side; None where that would not make it smaller."""
-    least = min(size)
-    if not shorter or least <= shorter:
+def _target(size: tuple[int, int], tile: int, tiles: int) -> tuple[int, int] | None:
+    """The smallest size of the same shape that covers the grid that training would cut a picture into (one tile: the
+    shorter side has `tile` pixels); None where that would not make it smaller."""
+    if not tile:
         return None
-    return (max(shorter, round(size[0] * shorter / least)), max(shorter, round(size[1] * shorter / least)))
+    grid = Tiling(tile, tokens=1, seq_len=1, max_tiles=tiles).grid(*size)
+    least = (grid.columns * tile, grid.rows * tile)
+    scale = max(least[0] / size[0], least[1] / size[1])
+    return None if scale >= 1 else (max(least[0], round(size[0] * scale)), max(least[1], round(size[1] * scale)))
 
 
 def _encode(image: Image.Image, target: tuple[int, int] | None, quality: int) -> tuple[str, bytes]:
-    """JPEG where it was made smaller; PNG where it has transparency, or only its format had to change."""
-    turned = ImageOps.exif_transpose(image)
-    swapped = target is not None and turned.size[0] != image.size[0] and turned.size == image.size[::-1]
-    if swapped and target is not None:
-        target = target[::-1]
-    clear = turned.has_transparency_data
-    result = turned.convert("RGBA") if clear else to_rgb(turned)
+    """JPEG where it is made smaller; PNG where it has transparency, or only its format had to change."""
+    clear = image.has_transparency_data
+    result = image.convert("RGBA") if clear else to_rgb(image)
     if target is not None:
         result = result.resize(target, Image.Resampling.BICUBIC)
     buffer = io.BytesIO()
