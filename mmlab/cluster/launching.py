@@ -15,6 +15,7 @@ from mmlab.errors import LabError, MmlabError
 from mmlab.messages import (
     ENDED,
     Ack,
+    Command,
     EventLog,
     Failure,
     Inbox,
@@ -28,6 +29,7 @@ from mmlab.messages import (
     write_failure,
     write_json,
 )
+from mmlab.messages.moves import moving_on, rescue_move, take_plan
 from mmlab.plan import Plan
 from mmlab.plan.upkeep import ClusterConfig
 
@@ -35,6 +37,8 @@ IMPORTS = 180.0
 """Seconds in which an engine imports torch and opens the store, on a machine with other work too."""
 FREE_HUNG = 3.0
 """Seconds in which a hung rank comes free when it is interrupted; then its process is ended."""
+TICK = 0.1
+"""Seconds between looks at whether engines are up."""
 FREE = 15.0
 """Seconds in which engines must be free of the run before; then they are replaced."""
 
@@ -145,17 +149,23 @@ def take_over(request: dict[str, Any]) -> ActiveRun:
 def go_on(run: ActiveRun) -> ActiveRun:
     """The next generation of a run whose `again` says so: queued under the same keeper, its plan read anew."""
     assert run.again is not None
+    move = moving_on(run.paths, run.generation)
+    moves = move is not None and move.name == run.again.restore
+    if move is not None and moves:
+        take_plan(run.paths, move)
+    else:
+        rescue_move(run.paths)
     info = read_json(run.paths.run) or {}
     plan = Plan.load(run.paths.plan)
     following = ActiveRun(run.paths, run.generation + 1, run.again.restore, plan.world_size, cluster=plan.cluster)
     following.read()
     following.before, following.history, following.recovering = run.engines or run.before, run.history, run.recovering
-    if following.state == "paused":  # and stays so
+    if following.state == "paused" and not moves:  # and stays so
         send(run.paths.control, new_command("pause", source="recovery"))
     if following.state != "starting":  # first: what the generation before was in is not to be taken for this one's
         following.emit("state", state="starting", reason=run.again.reason)
     more = {"generation": following.generation, "world_size": plan.world_size, "engines": []}
-    write_json(run.paths.run, info | more)
+    write_json(run.paths.run, info | more | {"recovers": plan.cluster.max_recoveries > 0})
     following.state, following.stepped = "queued", False
     return following
 
@@ -204,7 +214,8 @@ def launch(run: ActiveRun, engines: Engines, idle: Callable[[], bool], closing: 
         }
         for rank in range(run.world)
     ]
-    write_json(run.paths.run, info | {"engines": [engine.id for engine in team], "hosts": [e.host for e in team]})
+    where = {"engines": [engine.id for engine in team], "hosts": [e.host for e in team], "one_host": not engines.batch}
+    write_json(run.paths.run, info | where)
     run.engines = team
     try:
         engines.call(team, "start", [(job, engines.config.worker) for job in jobs], ANSWER)
@@ -281,6 +292,26 @@ def choose(up: list[EngineInfo], world: int, before: list[EngineInfo]) -> list[E
         kept[rank] = (near or free)[0]
         free.remove(kept[rank])
     return [kept[rank] for rank in range(world)]
+
+
+def bring_and_send(run: ActiveRun, engines: Engines, n: int, command: Command, closing: Callable[[], bool]) -> None:
+    """Have at least `n` warm engines, then give the run a command; refused where they cannot be had.
+
+    A relayout to more ranks goes this way: the run trains on meanwhile.
+    """
+    wanted = engines.wanted
+    engines.ensure(n)
+    while not (closing() or run.ended):
+        up = engines.up()
+        if len(up) < n and engines.problem:
+            engines.wanted = wanted
+            Inbox(run.paths.control).answer(Ack(command.id, False, run.step, [], engines.problem, time.time()))
+            return
+        with contextlib.suppress(LabError):  # one of them ended: another comes
+            if len(up) >= n and all(engines.call(up, "warmed", [()] * len(up), ANSWER)):
+                break
+        time.sleep(TICK)
+    send(run.paths.control, command)  # a run that has ended leaves it to the next generation, which refuses it
 
 
 def stop_requested(run: ActiveRun) -> bool:

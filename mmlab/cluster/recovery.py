@@ -11,6 +11,7 @@ import time
 from mmlab.cluster.engines import Engines
 from mmlab.cluster.launching import ActiveRun, Again, Recovery
 from mmlab.messages import Failure
+from mmlab.messages.moves import read_move
 
 ONLY_A_NEW_PROCESS = ("cuda error", "nccl error")
 """What the message of a failure contains after which its process cannot go on (from knowledge, not tried here)."""
@@ -32,7 +33,8 @@ def recover(run: ActiveRun, engines: Engines, first: Failure) -> None:
     again = any(past.pid == found.pid for past in recent)
     if engine is not None and (again or any(mark in first.message.lower() for mark in ONLY_A_NEW_PROCESS)):
         engines.kill(engine)
-    restore = "latest" if any(run.paths.checkpoints.glob("*/manifest.json")) else None
+    saved = any(run.paths.checkpoints.glob("*/manifest.json")) or read_move(run.paths)
+    restore = "latest" if saved else None
     run.history.append(found)
     run.recovering = found
     run.emit("recovery", done=False, restore=restore, **_about(run, found, run.generation + 1))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 
 from mmlab.cluster.engines import Engines
-from mmlab.cluster.launching import ActiveRun, write_lost
+from mmlab.cluster.launching import ActiveRun, Again, write_lost
 from mmlab.cluster.recovery import recover, say_recovered
 from mmlab.messages import (
     LEFT_UNSAID,
@@ -18,6 +18,7 @@ from mmlab.messages import (
     read_failures,
     write_failure,
 )
+from mmlab.messages.moves import moving_on
 from mmlab.tracking.doctor import diagnose
 from mmlab.tracking.record import RunRecord
 
@@ -40,6 +41,9 @@ def watch(run: ActiveRun, engines: Engines) -> None:
     if not run.paths.root.is_dir():
         run.state = "stopped"  # deleted under its ranks: the next run takes their engines, or new ones in their place
     if run.ended or not run.engines:
+        return
+    if move := moving_on(run.paths, run.generation):
+        run.again = Again(move.name, move.reason)
         return
     say_recovered(run)
     for rank, engine in enumerate(run.engines):

@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 
 from mmlab.messages import Ack, Command, Inbox, RunPaths, read_abort, read_aborted, read_failures, write_aborted
+from mmlab.messages.moves import moving_on
 from mmlab.parallel.abort import Connections
 from mmlab.parallel.mesh import Mesh
 from mmlab.train.vitals import Vitals
@@ -28,6 +29,8 @@ UNWIND = 0.3
 """Seconds that a call which was cut gets to raise, before the training thread is interrupted wherever it is."""
 POLL = 0.1
 """Seconds between looks into the inbox and for failures (the design asks for 0.2 at most)."""
+LEAVE = 3.0
+"""Seconds in which all ranks leave a generation whose state is on its way to the next one."""
 SIGN_OF_LIFE = 5.0
 """Seconds between broadcasts during a pause: far below the groups' timeout, so a pause may last for days."""
 
@@ -95,13 +98,16 @@ class Listener:
         self._thread.start()
 
     def _run(self) -> None:
-        since, hung = 0.0, False
+        since, moved, hung = 0.0, 0.0, False
         while not self._stop.wait(POLL):
             self._vitals.look()
             if self.rank == 0 and any(self.paths.control.glob("*.json")):
                 self._waiting.set()
             if self.aborted is None:
                 self.aborted, since = self._find_abort(), time.monotonic()
+            moved = moved or (time.monotonic() if moving_on(self.paths, self.generation) else 0.0)
+            if moved and time.monotonic() - moved > LEAVE:  # a rank died after the state was whole
+                self.connections.cut()
             failures = read_failures(self.paths.failures, self.generation)
             others = [failure for failure in failures if failure.rank != self.rank]
             if not hung and any(f.rank == self.rank and f.kind == "hung" for f in failures):
