@@ -127,32 +127,36 @@ def to_segments(pieces: Sequence[Piece]) -> list[int]:
     return [0 if piece.image else len(piece.ids) * (-1 if piece.target else 1) for piece in pieces]
 
 
-def measure(segments: Sequence[int], tokens_per_tile: int, seq_len: int) -> tuple[int, int, int]:
+def measure(segments: Sequence[int], image_tokens: Sequence[int], seq_len: int) -> tuple[int, int, int]:
     """(input tokens, target tokens, images) that `build` would give, from the lengths alone."""
-    total = targets = tiles = 0
+    total = targets = images = 0
     first_is_target = False
     for segment in segments:
-        n = tokens_per_tile if segment == 0 else abs(segment)
+        n = image_tokens[images] if segment == 0 else abs(segment)
         if segment == 0 and total + n > seq_len:
             break
         n = min(n, seq_len + 1 - total)
         if n > 0 and total == 0:
             first_is_target = segment < 0
         total += n
-        tiles += segment == 0
+        images += segment == 0
         targets += n if segment < 0 else 0
         if total > seq_len:
             break
     # The last token is only ever a target and the first only ever an input.
-    return max(total - 1, 0), targets - first_is_target, tiles
+    return max(total - 1, 0), targets - first_is_target, images
 
 
-def build(pieces: Sequence[Piece], image_id: int, tokens_per_tile: int, seq_len: int) -> TextSequence:
-    """The sequence the model sees: cut to `seq_len` input tokens, never inside an image, targets shifted by one."""
+def build(pieces: Sequence[Piece], image_id: int, image_tokens: Sequence[int], seq_len: int) -> TextSequence:
+    """The sequence the model sees: cut to `seq_len` input tokens, never inside an image, targets shifted by one.
+
+    `image_tokens` says how many tokens each image has.
+    """
     ids: list[int] = []
     mask: list[bool] = []
+    counts = iter(image_tokens)
     for piece in pieces:
-        new = (image_id,) * tokens_per_tile if piece.image else piece.ids
+        new = (image_id,) * next(counts) if piece.image else piece.ids
         if piece.image and len(ids) + len(new) > seq_len:
             break
         new = new[: seq_len + 1 - len(ids)]
@@ -164,9 +168,10 @@ def build(pieces: Sequence[Piece], image_id: int, tokens_per_tile: int, seq_len:
     return TextSequence(tuple(ids[:-1]), tuple(targets))
 
 
-def build_prompt(pieces: Sequence[Piece], image_id: int, tokens_per_tile: int) -> TextSequence:
-    """A prompt alone, nothing cut, no targets: what generation continues."""
+def build_prompt(pieces: Sequence[Piece], image_id: int, image_tokens: Sequence[int]) -> TextSequence:
+    """A prompt alone, nothing cut, no targets: what generation continues. Images beyond `image_tokens` are left out."""
     ids: list[int] = []
+    counts = iter(image_tokens)
     for piece in pieces:
-        ids += (image_id,) * tokens_per_tile if piece.image else piece.ids
+        ids += (image_id,) * next(counts, 0) if piece.image else piece.ids
     return TextSequence(tuple(ids), (IGNORE,) * len(ids))

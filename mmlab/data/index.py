@@ -17,12 +17,13 @@ import numpy as np
 from PIL import Image
 
 from mmlab.data.cache import exclusive, place_beside, write_beside
+from mmlab.data.decode import on_its_side
 from mmlab.data.format import Turn, conversation_pieces, parse_caption, parse_json, to_segments
 from mmlab.data.shards import Member, ScannedSample, ShardFiles, scan_shard
 from mmlab.data.tokenizer import TextTokenizer
 from mmlab.errors import DataError
 
-VERSION = 1
+VERSION = 2
 """Changes when the format of the index or of conversations changes: old indexes are then made anew."""
 Progress = Callable[[int, int, str], None]
 """Called with (done, total, what)."""
@@ -33,8 +34,9 @@ class ShardIndex:
     """One shard. n samples, m images; arrays are int64.
 
     `keys` n names; `texts` [n, 3]: kind (0 txt, 1 json), byte offset, bytes; `images` [m, 4]: byte offset, bytes,
-    width, height in pixels (0 where the header cannot be read); `image_first` [n+1] and `segment_first` [n+1] say
-    which images and segments belong to a sample; `segments`: +n prompt tokens, -n target tokens, 0 an image.
+    width, height in pixels as it is shown (0 where the header cannot be read); `image_first` [n+1] and
+    `segment_first` [n+1] say which images and segments belong to a sample; `segments`: +n prompt tokens, -n target
+    tokens, 0 an image.
     """
 
     keys: tuple[str, ...]
@@ -77,16 +79,18 @@ def read_turns(read: Callable[[Member], bytes], sample: ScannedSample, where: st
 
 
 def image_size(read: Callable[[int, int], bytes], member: Member) -> tuple[int, int]:
-    """(width, height) in pixels from the header alone; (0, 0) when it cannot be read.
+    """(width, height) in pixels from the header alone, as EXIF says that it is shown; (0, 0) when it cannot be read.
 
-    `read(offset, size)`; the first 64 KB are enough unless metadata stand before the size.
+    `read(offset, size)`; the first 64 KB are enough unless metadata stand before the size. A PNG's EXIF counts where
+    it stands before the pixels: to look behind them is to decode them.
     """
     for size in (min(member.size, 1 << 16), member.size):
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # decompression-bomb warnings: nothing is decompressed here
                 with Image.open(io.BytesIO(read(member.offset, size))) as image:
-                    return image.size
+                    sideways = (image.format != "PNG" or "exif" in image.info) and on_its_side(image)
+                    return image.size[::-1] if sideways else image.size
         except DataError:
             raise
         except Exception:  # Pillow's decoders raise all kinds on damaged files

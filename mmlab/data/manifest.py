@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+from mmlab.data.tiling import Grid
 from mmlab.plan.schema import Plan
 
 
@@ -32,8 +33,13 @@ class ManifestSample:
     """Input tokens, image tokens included."""
     targets: int
     """Target tokens."""
-    tiles: int
-    """Images (tiles); 0 for text only."""
+    grids: tuple[Grid, ...]
+    """How each of its images is tiled; empty for text only."""
+
+    @property
+    def tiles(self) -> int:
+        """Tiles of all its images; 0 for text only."""
+        return sum(grid.tiles for grid in self.grids)
 
 
 @dataclass(frozen=True)

@@ -5,14 +5,16 @@ from __future__ import annotations
 import io
 import threading
 from collections import OrderedDict
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Literal
 
 import numpy as np
 import torch
 
-from mmlab.data.decode import Decoded, decode, open_rgb
+from mmlab.data.decode import decode_into, open_rgb
 from mmlab.data.format import (
+    IMAGE_MARK,
     Turn,
     build,
     build_prompt,
@@ -24,15 +26,26 @@ from mmlab.data.format import (
     start_pieces,
 )
 from mmlab.data.index import Progress, open_indexes
+from mmlab.data.lanes import LaneItem
 from mmlab.data.manifest import ManifestSample, Split, StepManifest
 from mmlab.data.order import Order, Position
 from mmlab.data.packed import IGNORE, PackedText, TextSequence, pack
 from mmlab.data.shards import ShardFiles
 from mmlab.data.sources import find_sources, find_tokenizer
-from mmlab.data.tiling import Picture
+from mmlab.data.tiling import Grid, Picture, Tiling
 from mmlab.data.tokenizer import TextTokenizer
 from mmlab.errors import DataError
 from mmlab.plan.schema import Plan
+
+
+def normalised(tiles: np.ndarray, bad: Sequence[slice] = ()) -> torch.Tensor:
+    """Decoded tiles, uint8 [N, 3, S, S], as float32 with mean 0.5 and standard deviation 0.5: -1..1 (SigLIP's); zeros
+    where they are bad. In pinned memory where there is CUDA."""
+    pixels = torch.empty(tiles.shape, dtype=torch.float32, pin_memory=torch.cuda.is_available())
+    pixels.copy_(torch.from_numpy(tiles)).div_(127.5).sub_(1.0)
+    for span in bad:
+        pixels[span] = 0.0
+    return pixels
 
 
 class DataSource:
@@ -50,6 +63,7 @@ class DataSource:
         self.tokenizer = TextTokenizer(find_tokenizer(plan, self.shards))
         self.image_size = plan.model.vision.image_size
         self.tokens_per_tile = plan.model.vision.tokens_per_tile
+        self.tiling = Tiling.of(plan)
         self.seq_len = plan.data.seq_len
         self.global_batch = plan.data.global_batch
         self._check_vocabulary(plan)
@@ -116,14 +130,24 @@ class DataSource:
         """
         self._check_position(position)
         items, after = self.order.take(position, self.global_batch)
-        samples = []
-        for item in items:
-            index = self.indexes[item.shard]
-            length, targets, tiles = measure(index.segments_of(item.index), self.tokens_per_tile, self.seq_len)
-            shard = self.shards[item.shard]
-            key = f"{shard if len(self.order.sources) > 1 else shard.name}/{index.keys[item.index]}"
-            samples.append(ManifestSample(key, item.shard, item.index, item.epoch, item.lane, length, targets, tiles))
-        return StepManifest(step, tuple(samples), split or self.split), after
+        return StepManifest(step, tuple(map(self._sample, items)), split or self.split), after
+
+    def _sample(self, item: LaneItem) -> ManifestSample:
+        """An item of the order with its length and its tiles."""
+        index, shard = self.indexes[item.shard], self.shards[item.shard]
+        grids = self._grids(item.shard, item.index)
+        length, targets, images = measure(index.segments_of(item.index), self._image_tokens(grids), self.seq_len)
+        key = f"{shard if len(self.order.sources) > 1 else shard.name}/{index.keys[item.index]}"
+        place = (key, item.shard, item.index, item.epoch, item.lane)
+        return ManifestSample(*place, length, targets, grids[:images])
+
+    def _grids(self, shard: int, sample: int) -> tuple[Grid, ...]:
+        """How each image of a sample is tiled, of those too that seq_len cuts off."""
+        index = self.indexes[shard]
+        return self.tiling.grids(index.segments_of(sample), index.images_of(sample)[:, 2:].tolist())
+
+    def _image_tokens(self, grids: Sequence[Grid]) -> list[int]:
+        return [grid.tiles * self.tokens_per_tile for grid in grids]
 
     def _check_position(self, position: Position) -> None:
         """DataError when a saved position is none of this order."""
@@ -160,7 +184,8 @@ class DataSource:
 
     def _sequence(self, sample: ManifestSample, masked: bool) -> TextSequence:
         pieces = conversation_pieces(self.turns(sample), self.tokenizer)
-        sequence = build(pieces, self.image_id, self.tokens_per_tile, self.seq_len)
+        tokens = self._image_tokens(self._grids(sample.shard, sample.index))
+        sequence = build(pieces, self.image_id, tokens, self.seq_len)
         targets = (IGNORE,) * len(sequence.ids) if masked else sequence.targets
         return TextSequence(sequence.ids, targets, sample.key)
 
@@ -168,46 +193,72 @@ class DataSource:
         """The packed text of the samples at `positions`, in that order; targets of `bad` positions are masked."""
         return pack([self._sequence(manifest.samples[i], i in bad) for i in positions], self.image_id)
 
+    def prompted(self, sample: ManifestSample) -> ManifestSample:
+        """A sample up to its first answer: with the images of its first prompt alone."""
+        return replace(sample, grids=sample.grids[: self.turns(sample)[0].prompt.count(IMAGE_MARK)])
+
     def prompt(self, sample: ManifestSample) -> PackedText:
-        """What generation continues: the sample up to its first answer (T tokens, no targets)."""
+        """What generation continues: a `prompted` sample's text (T tokens, no targets)."""
         first = prompt_pieces(self.turns(sample)[0].prompt, self.tokenizer)
-        sequence = build_prompt(start_pieces(self.tokenizer) + first, self.image_id, self.tokens_per_tile)
+        tokens = self._image_tokens(sample.grids)
+        sequence = build_prompt(start_pieces(self.tokenizer) + first, self.image_id, tokens)
         return pack([TextSequence(sequence.ids, sequence.targets, sample.key)], self.image_id)
 
     # -- pixels
 
     def pictures(self, sample: ManifestSample) -> list[Picture]:
         """Each picture that the sample, cut to seq_len, still has."""
-        images = self.indexes[sample.shard].images_of(sample.index)[: sample.tiles]
-        return [Picture(sample.shard, int(offset), int(size)) for offset, size in images[:, :2].tolist()]
+        places = self.indexes[sample.shard].images_of(sample.index)[: len(sample.grids), :2].tolist()
+        return [Picture(sample.shard, o, n, grid) for (o, n), grid in zip(places, sample.grids, strict=True)]
 
-    def collect(self, sample: ManifestSample, decoded: Sequence[Decoded]) -> tuple[torch.Tensor, bool]:
-        """(pixels float32 [tiles, 3, S, S], whether one is bad) of one sample's decoded pictures.
+    def collect(
+        self,
+        manifest: StepManifest,
+        pictures: Mapping[int, Sequence[Picture]],
+        tiles: np.ndarray,
+        reasons: Sequence[str],
+    ) -> tuple[dict[int, torch.Tensor], set[int]]:
+        """({position: pixels float32 [tiles, 3, S, S]}, positions with a bad picture) from the decoded `pictures` of
+        some positions: uint8 [tiles, 3, S, S] of all of them and the reason of each, "" where it is not bad.
 
-        Normalised with mean 0.5 and standard deviation 0.5, to -1..1 (SigLIP's). Bad pictures are zeros and their
-        reason is kept in `bad_reasons`.
+        The pixels lie behind one another in one buffer. Bad pictures are zeros and their reason is kept in
+        `bad_reasons`.
         """
-        reasons = [picture.reason for picture in decoded if picture.reason]
-        if reasons:
-            with self._reasons_lock:
-                self.bad_reasons[sample.key] = reasons[0]
-                while len(self.bad_reasons) > 1000:
-                    self.bad_reasons.popitem(last=False)
-        if not decoded:
-            return torch.zeros(0, 3, self.image_size, self.image_size), False
-        stacked = torch.from_numpy(np.concatenate([picture.pixels for picture in decoded]))
-        pixels = stacked.permute(0, 3, 1, 2).to(torch.float32).div_(127.5).sub_(1.0)
-        first = 0
-        for picture in decoded:
-            if picture.reason:
-                pixels[first : first + len(picture.pixels)] = 0.0
-            first += len(picture.pixels)
-        return pixels.contiguous(), bool(reasons)
+        bad: dict[int, str] = {}
+        spans, places, first = [], {}, 0
+        told = iter(reasons)
+        for position, found in pictures.items():
+            start = first
+            for picture, reason in zip(found, told):  # noqa: B905 - the reasons are those of all positions
+                if reason:
+                    bad.setdefault(position, reason)
+                    spans.append(slice(first, first + picture.grid.tiles))
+                first += picture.grid.tiles
+            places[position] = slice(start, first)
+        for position, reason in bad.items():
+            self._keep_reason(manifest.samples[position].key, reason)
+        pixels = normalised(tiles, spans)
+        return {position: pixels[place] for position, place in places.items()}, set(bad)
+
+    def _keep_reason(self, key: str, reason: str) -> None:
+        with self._reasons_lock:
+            self.bad_reasons[key] = reason
+            while len(self.bad_reasons) > 1000:
+                self.bad_reasons.popitem(last=False)
 
     def decode_sample(self, sample: ManifestSample) -> tuple[torch.Tensor, bool]:
-        """Read and decode one sample's pictures here and now: as `collect`."""
-        found = [(self.files.read(p.shard, p.offset, p.size), p.grid) for p in self.pictures(sample)]
-        return self.collect(sample, [decode(data, self.image_size, grid) for data, grid in found])
+        """Read and decode one sample's pictures here and now: (float32 [tiles, 3, S, S], whether one is bad)."""
+        pictures, first, bad = self.pictures(sample), 0, []
+        side = self.image_size
+        tiles = np.empty((sum(picture.grid.tiles for picture in pictures), 3, side, side), dtype=np.uint8)
+        for picture in pictures:
+            place = slice(first, first + picture.grid.tiles)
+            data = self.files.read(picture.shard, picture.offset, picture.size)
+            if reason := decode_into(tiles[place], data, picture.grid):
+                self._keep_reason(sample.key, reason)
+                bad.append(place)
+            first = place.stop
+        return normalised(tiles, bad), bool(bad)
 
     def pixels(self, manifest: StepManifest, positions: Sequence[int]) -> tuple[torch.Tensor, set[int]]:
         """(float32 [N, 3, S, S] of the samples at `positions` in that order, positions with a bad picture)."""
@@ -226,7 +277,7 @@ class DataSource:
         image: bytes | None = None
         for where in self.pictures(sample)[:1]:
             try:
-                picture = open_rgb(self.files.read(where.shard, where.offset, where.size), least=512)
+                picture = open_rgb(self.files.read(where.shard, where.offset, where.size), least=(512, 512))
             except DataError:
                 raise
             except Exception:  # an undecodable picture has no place in a report, its text has

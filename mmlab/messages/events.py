@@ -8,16 +8,26 @@ Kinds and what they carry beside `t` (seconds since the epoch), `kind`, `lineage
 - `step`: loss, tokens, images, samples, seconds, tokens_per_s, images_per_s, data_wait, lr {module: x}, grad_norm
   {module: x}, grad_norm_total (null where not finite), reduced ("momentum" in steps of 1-bit Adam after its freeze: the
   norms are then those of the first moment, for nobody has the gradient), loss_scale (with fp16), with telemetry on
-  phases [[seconds of each phase in `messages.PHASES`] for each rank], traffic {axis of `messages.AXES`: [bytes of each
-  group of the layout]} and communication {module: {seconds, exposed}} of its gradients under way and waited for,
-  and of each module whose gradients are compressed, or of which something is still left out, compression {module:
-  {compressor, options {name: value}, seconds (coding, on the slowest rank), residual (norm of what all ranks have left
-  out so far, null where not finite), dense (bytes that its ranks would hand over without), kept (bytes that they keep
-  between steps), and in a measured step error (||reduced - dense|| / ||dense||)}}
+  data_queue (steps decoded and waiting when the step asked for the next one, on the rank that had fewest: at 0 it had
+  to wait), phases [[seconds of each phase in `messages.PHASES`] for each rank], traffic {axis of `messages.AXES`:
+  [bytes of each group of the layout]} and communication {module: {seconds, exposed}} of its gradients under way and
+  waited for, and of each module whose gradients are compressed, or of which something is still left out, compression
+  {module: {compressor, options {name: value}, seconds (coding, on the slowest rank), residual (norm of what all ranks
+  have left out so far, null where not finite), dense (bytes that its ranks would hand over without), kept
+  (bytes that they keep between steps), and in a measured step error (||reduced - dense|| / ||dense||)}}
 - `command`: id, verb, args, ok, ranks, message
 - `checkpoint`: once it is complete, which for one written in the background is some steps later than its step: name,
   path, seconds (from the boundary to the manifest), stall (seconds for which the run was held up), bytes, shared_bytes
-  (of frozen modules that it refers to), periodic, reason (command, end, every N steps, ...); `restore`: name, from_step, values {live key: as saved}
+  (of frozen modules that it refers to), periodic, reason (command, end, every N steps, ...); `restore`: name, from_step,
+  values {live key: as saved}
+- `recovery`, twice for each: done (false when it begins, true when the next generation has done its first step),
+  reason (the failure in a sentence), cause (a failure's kind), rank, role, phase, attempt k of (`of`) n, generation
+  (the one that follows), restore (the checkpoint asked for, null for the beginning), evidence (what the doctor saw of a
+  hung rank, else empty); when done also replaced (engines that took the place of others, by rank) and seconds from
+  the failure to the end of that step
+- `relayout`: the run goes on in another layout: name (of the state that it took up), changes {key: [before, after]},
+  before and after (ranks), generation, through ("memory" or "disk"), bytes, seconds (from the step boundary until the
+  state was taken up), steps (planned)
 - `eval`: loss, loss_swapped (null without images), tokens; `samples`: folder, items [{image, truth, text, prompt}]
 - `balance`: times {part: seconds}, layers_per_stage (the split chosen from them), seconds and even [of each rank of a
   pipeline, with that and with an even split]
@@ -110,6 +120,8 @@ def last_steps(lineages: list[Event]) -> dict[str, float]:
 def planned_steps(events: list[Event], default: int) -> int:
     """Planned steps of a run with what `set` made of them; `default` is the plan's own number."""
     for event in reversed(events):
+        if event["kind"] == "relayout":
+            return int(event["steps"])
         if event["kind"] == "command" and event.get("ok") and event["verb"] == "set":
             values = event["args"].get("values", {})
             if "train.steps" in values:

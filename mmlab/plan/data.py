@@ -29,11 +29,19 @@ class DataConfig(Section):
     """Samples a step: dp x microbatches x microbatch size."""
     seq_len: int = Field(128, ge=2)
     """Longest sample, in tokens with image tokens expanded; longer text is cut at its end."""
+    max_tiles: int = Field(1, ge=1, le=64)
+    """Tiles that a picture is cut into at most, in the grid closest to its shape; 1 resizes it to one. A sample whose
+    text leaves less room in data.seq_len has fewer."""
+    thumbnail: bool = True
+    """Whether a picture cut into several tiles is also seen whole, as one more tile behind them."""
     lanes: int = Field(8, ge=1)
     """Fixed walks through the shards; part of the order of samples, independent of the layout."""
     seed: int = Field(0, ge=0)
     """Seed of the order of samples, dimensionless."""
     workers: int = Field(0, ge=0)
     """Spawned decode processes for each rank that decodes; 0 decodes in a thread."""
+    prefetch: int = Field(2, ge=1)
+    """Steps whose images are decoded ahead on each rank that decodes; they wait in memory with a byte a pixel and
+    channel."""
     max_bad_share: float = Field(0.05, ge=0, le=1)
     """Share of undecodable images (of those seen so far, after the first 100) above which the run stops."""

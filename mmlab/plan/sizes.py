@@ -182,9 +182,17 @@ def _language_parameters(plan: Plan, layout: Layout, place: Place) -> int:
     return blocks + tables * table + (config.hidden if last else 0)
 
 
+def most_tiles(plan: Plan) -> int:
+    """Tiles of a picture at most, thumbnail included: as many as `data.max_tiles` says and `data.seq_len` holds with
+    two tokens of text; one at least."""
+    d = plan.data
+    room = (d.seq_len - 1) // plan.model.vision.tokens_per_tile
+    return max(1, min(d.max_tiles + d.thumbnail, room)) if d.max_tiles > 1 and room > 1 + d.thumbnail else 1
+
+
 def step_costs(plan: Plan, layout: Layout) -> dict[tuple[int, str, int], float]:
-    """Floating-point operations of each compute op by (rank, kind, model chunk), for one image and `data.seq_len`
-    tokens a sample.
+    """Floating-point operations of each compute op by (rank, kind, model chunk), for one image of as many tiles as can
+    be (`most_tiles`) and `data.seq_len` tokens a sample.
 
     A backward costs a forward for the inputs and another for the weights where they train, and one more with
     activation checkpointing (Narayanan et al. 2021, section 5.1), which then belongs to the half for the inputs.
@@ -218,7 +226,7 @@ def _encoder_flops(plan: Plan, layout: Layout) -> tuple[float, float]:
     microbatches of all replicas: (encoder, projector where it is beside it)."""
     p, config = plan.parallel, plan.model.vision
     images = plan.microbatch_size * min(p.encoder_batch, p.microbatches) * p.dp / max(1, len(layout.vision_ranks))
-    tokens = config.tokens_per_tile
+    images, tokens = images * most_tiles(plan), config.tokens_per_tile
     encode = config.layers * (2 * tokens * _vision_block(config) + 4 * tokens**2 * config.hidden)
     beside = plan.parallel.projector == "vision"
     return images * encode, images * 2 * tokens * projector_parameters(plan) if beside else 0.0
@@ -230,7 +238,7 @@ def _stage_flops(plan: Plan, layout: Layout, stage: int) -> float:
     # Keys that a token sees, mean over a sample; and a rank's tokens, where all ranks hold the text (of one image).
     window = min(config.attention_window or length, length)
     seen = window * (1 - window / (2 * length))
-    image = plan.model.vision.tokens_per_tile
+    image = plan.model.vision.tokens_per_tile * most_tiles(plan)
     here = length / p.cp if p.cp_scope == "all" else max(0, length - image) + image / p.cp
     block = 2 * here * block_parameters(config) + 4 * length / p.cp * seen * config.hidden
     flops = len(layout.stages.layers[stage]) * block

@@ -100,13 +100,14 @@ class Evaluator:
         return self._write(manifest, answers, folder) if self.mesh.place.rank == 0 else []
 
     def _pictures(self, plan: Plan) -> StepManifest:
-        """The first held-out samples that have an image, as one microbatch of replica 0."""
+        """The first held-out samples whose first prompt has an image, as one microbatch of replica 0."""
         assert self.source is not None
         wanted, cursors = plan.train.sample_images, self.source.start()
         found: dict[str, ManifestSample] = {}
         for number in range(4):
             manifest, cursors = self.source.manifest(number + 1, cursors)
-            found |= {sample.key: sample for sample in manifest.samples if sample.tiles}
+            with_images = (self.source.prompted(sample) for sample in manifest.samples if sample.tiles)
+            found |= {sample.key: sample for sample in with_images if sample.tiles}
         chosen = tuple(found.values())[:wanted]
         return StepManifest(0, chosen, Split.of(plan).one_replica())
 

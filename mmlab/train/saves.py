@@ -198,8 +198,7 @@ class Saves:
         here.steering.step, here.steering.loss = manifest["step"], manifest["loss"]
         here.runner.configure(here.plan, here.steering.step + 1, restored=True)
         here.begin_lineage(manifest["lineage"], manifest["step"], Position.from_json(manifest["cursors"]))
-        here.emit("restore", step=manifest["step"], name=name, from_step=manifest["step"], values=values)
-        return f"restored {name} (step {manifest['step']})"
+        return manifest, values
 
     def _candidates(self, step: int | None, name: str) -> list[Location]:
         """Where to look, the best first, as rank 0 sees it."""

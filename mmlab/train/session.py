@@ -23,6 +23,7 @@ from mmlab.train.build import Built, communication
 from mmlab.train.control import Aborted, Boundary, Channel, Listener
 from mmlab.train.evaluate import Evaluator
 from mmlab.train.feed import Feed
+from mmlab.train.relayout import Relayout
 from mmlab.train.reported import Coded, StepResult
 from mmlab.train.runner import make_runner
 from mmlab.train.saves import Saves
@@ -69,10 +70,13 @@ class Session:
         """Whether the last step's reduction said that a command waits; true before the first step."""
         self.lineage = ""
         self.saves = Saves(self)
+        self.relayout = Relayout(self)
+        self.applying = ""
+        """Id of the command that is being applied."""
         self._verbs: dict[str, Callable[[dict[str, Any]], str]] = {
             "pause": self._pause, "resume": self._resume, "step": self._step_n, "set": self._set,
             "measure": self._measure, "checkpoint": self._checkpoint, "restore": self._restore,
-            "stop": self._stop, "abort": self._abort,
+            "relayout": self.relayout.begin, "stop": self._stop, "abort": self._abort,
         }  # fmt: skip
 
     def emit(self, kind: str, **fields: Any) -> None:
@@ -96,7 +100,7 @@ class Session:
         self.saves.begin()
         if restore is None:
             self.begin_lineage("", 0, self.feed.cursors)
-        else:
+        elif not self.relayout.arrive(restore):
             self.saves.load(None, "" if restore == "latest" else restore)
             steps = self.plan.train.steps  # the length of the run is not the checkpoint's, but what was last asked for
             if self.mesh.place.rank == 0:
@@ -113,7 +117,7 @@ class Session:
         began = time.perf_counter()
         with self.watch.timed("data"):
             batch = self.feed.batch()
-        ride = Ride(self._wanted, self.feed.next_bad, self.plan.data.global_batch)
+        ride = Ride(self._wanted, self.feed.next_bad, self.plan.data.global_batch, self.feed.queued)
         result = self.runner.train(self.plan, number, batch, ride)
         self.feed.agree(result.next_bad)
         self.watch.end_step()
@@ -149,6 +153,7 @@ class Session:
             samples=self.plan.data.global_batch, targets=result.targets, seconds=round(seconds, 5),
             tokens_per_s=round(tokens / seconds, 2), images_per_s=round(images / seconds, 2),
             data_wait=self.watch_phase(result, "data"),
+            **({"data_queue": told.queued} if told.queued is not None else {}),
             lr=result.lr, grad_norm={m: _finite(norm) for m, norm in result.grad_norm.items()},
             grad_norm_total=_finite(result.grad_norm_total),
             **({"reduced": "momentum"} if self.plan.train.reduces_momentum(self.steering.step) else {}),
@@ -184,16 +189,17 @@ class Session:
 
     def apply_commands(self) -> None:
         """The boundary: apply what waits, on all ranks; return when the run is to go on or has been stopped."""
-        while (self.commands_wait or self.steering.paused) and not self.steering.stopped:
+        while (self.commands_wait or self.steering.paused) and not self.over:
             self.watch.enter("control")
             commands = self.boundary.commands(wait=self.steering.paused and not self.commands_wait)
             self.commands_wait = False
             for command in commands:
-                self._apply(command)
+                if self.relayout.begun is None:  # what comes after is the next generation's
+                    self._apply(command)
         self.watch.enter("control")
 
     def _apply(self, command: Command) -> None:
-        before = self.state
+        before, self.applying = self.state, command.id
         try:
             message, ok = self._verbs[command.verb](command.args), True
         except RunFailed:
@@ -213,6 +219,11 @@ class Session:
             self.emit("command", step=step, id=command.id, verb=command.verb, args=command.args,
                       source=command.source, ok=ok, ranks=[0], message=message)  # fmt: skip
             self.listener.answer(Ack(command.id, ok, step, [0], message, time.time()))
+
+    @property
+    def over(self) -> bool:
+        """Whether this generation does no further step, though steps may be left: stopped, or on to another layout."""
+        return self.steering.stopped or self.relayout.begun is not None
 
     @property
     def state(self) -> str:

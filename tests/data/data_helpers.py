@@ -13,6 +13,7 @@ import numpy as np
 from PIL import Image
 
 from mmlab.data.manifest import ManifestSample, Split, StepManifest
+from mmlab.data.tiling import Grid
 from mmlab.plan.schema import Plan
 
 
@@ -69,7 +70,9 @@ def small_plan(path: Path | str, **overrides: Mapping[str, Any]) -> Plan:
 
 def manifest_of(tiles: list[int], split: Split) -> StepManifest:
     """A manifest whose samples have these numbers of tiles."""
-    samples = tuple(ManifestSample(f"s/{i}", 0, i, 0, 0, 10 + i, 3 + i, t) for i, t in enumerate(tiles))
+    samples = tuple(
+        ManifestSample(f"s/{i}", 0, i, 0, 0, 10 + i, 3 + i, (Grid(t),) * (t > 0)) for i, t in enumerate(tiles)
+    )
     return StepManifest(1, samples, split)
 
 

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from mmlab.data.manifest import ManifestSample, Split, StepManifest
 from mmlab.data.pipeline import DataSource
+from mmlab.data.tiling import Grid
 from mmlab.plan import Layout, Plan
 from mmlab.train.tokens import Route
 
@@ -32,7 +33,7 @@ def routes(draw):
     )
     size = dp * m * draw(st.integers(1, 4))
     tiles = draw(st.lists(st.integers(0, 5), min_size=size, max_size=size))
-    samples = tuple(ManifestSample(str(i), 0, i, 0, 0, 9, 3, n) for i, n in enumerate(tiles))
+    samples = tuple(ManifestSample(str(i), 0, i, 0, 0, 9, 3, (Grid(n),) * (n > 0)) for i, n in enumerate(tiles))
     manifest = StepManifest(1, samples, Split.of(plan))
     layout = Layout(plan)
     return Route(layout, manifest, draw(st.integers(0, dp - 1)), draw(st.integers(0, m - 1)))

@@ -23,8 +23,8 @@ def check(pool, data, name, *changes):
 
 
 @pytest.fixture
-def data_sets(shards, text_shards, uneven_shards):
-    return {"mixed": shards, "text": text_shards, "uneven": uneven_shards}
+def data_sets(shards, text_shards, uneven_shards, shaped_shards):
+    return {"mixed": shards, "text": text_shards, "uneven": uneven_shards, "shapes": shaped_shards}
 
 
 def check_plan(pool, data_sets, path):

@@ -9,6 +9,7 @@ from mmlab.plan.problems import Problem
 from mmlab.plan.rules import (
     cluster,
     compression,
+    data,
     deepspeed,
     encoder,
     general,
@@ -51,6 +52,7 @@ RULES: tuple[Rule, ...] = (
     general.something_trains,
     general.lanes,
     general.mixture,
+    data.tiles,
     cluster.shared_memory,
     lora.lora_targets,
     lora.lora_rank,
