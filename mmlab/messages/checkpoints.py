@@ -49,7 +49,7 @@ def manifests(checkpoints: Location, keys: Sequence[str] = ("name", "step", "tim
 
     OSError when the location cannot be reached.
     """
-    folders = [folder for folder in checkpoints.folders() if folder.name != FROZEN]
+    folders = [folder for folder in checkpoints.folders() if not folder.name.startswith(".")]  # nor copies under way
     found = [(folder, read_manifest(folder)) for folder in folders]
     return [(folder, m) for folder, m in found if isinstance(m, dict) and m.keys() >= set(keys)]
 

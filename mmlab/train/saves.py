@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mmlab.data.order import Position
 from mmlab.errors import CheckpointError, DamagedError, PlanError
-from mmlab.messages import read_events
+from mmlab.messages import Event, read_events
 from mmlab.messages.checkpoints import called, location_of
 from mmlab.messages.locations import Location
 from mmlab.plan import Plan, live_keys
@@ -89,26 +91,39 @@ class Saves:
 
     def _start(self, name: str, periodic: bool, reason: str, wait: bool) -> None:
         here = self.session
-        began, stall = time.time(), time.perf_counter()
+        stall = time.perf_counter()
         self._at("save: stage")
         state, frozen = checkpoint.saved_state(here.plan, here.mesh, here.built)
         if self._contents is None:  # what is frozen does not change in a generation
             self._contents = checkpoint.contents(here.mesh, frozen)
         if not wait:
             state = self.staging.copy(state)
-        about = {
-            "step": here.steering.step, "lineage": here.lineage, "cursors": here.feed.cursors.to_json(),
-            "periodic": periodic, "plan": here.plan.dumps(), "loss": here.steering.loss,
-            "loss_scale": here.runner.scale.state(), "began": began, "reason": reason,
-            "steering": {"paused": here.steering.paused, "remaining": here.steering.remaining},
-        }  # fmt: skip
         self._count += 1
-        content = checkpoint.Content(state, about, frozen, self._contents)
+        content = checkpoint.Content(state, self._about(here.plan, periodic, reason), frozen, self._contents)
         known = f"{here.lineage}/{self._count}"
         made = checkpoint.Save(here.mesh, self.checkpoints, name, content, known, self._at, self._done)
         made.waited, made.step, made.stall = wait, here.steering.step, time.perf_counter() - stall
         self._under_way, self._clock = made, time.monotonic()
         made.start()
+
+    def _about(self, plan: Plan, periodic: bool, reason: str) -> dict[str, Any]:
+        """What the manifest of a checkpoint of this step says besides what it holds."""
+        here = self.session
+        return {
+            "step": here.steering.step, "lineage": here.lineage, "cursors": here.feed.cursors.to_json(),
+            "periodic": periodic, "plan": plan.dumps(), "loss": here.steering.loss,
+            "loss_scale": here.runner.scale.state(), "began": time.time(), "reason": reason,
+            "steering": {"paused": here.steering.paused, "remaining": here.steering.remaining},
+        }  # fmt: skip
+
+    def write(self, folder: Path, plan: Plan, periodic: bool = False) -> dict[str, Any]:
+        """Save this step into a folder of its own, frozen modules too, with `plan` as what it goes on by, and wait; all
+        ranks together. The manifest on rank 0. CheckpointError when it fails."""
+        here = self.session
+        self.finish()
+        with here.watch.timed("checkpoint"):
+            about = self._about(plan, periodic, "relayout")
+            return checkpoint.save(here.plan, here.mesh, here.built, folder, about)
 
     def _at(self, phase: str) -> None:
         """A phase of a save begins, in whatever thread: where scripted faults strike."""
@@ -189,16 +204,45 @@ class Saves:
     def load(self, step: int | None, name: str) -> str:
         """Load a checkpoint (neither step nor name: the newest of this lineage that is not damaged) and stand where it
         was made, on a new lineage; all ranks together."""
+        manifest, name = self._load(step, name)
+        return f"restored {name} (step {manifest['step']})"
+
+    def go_on(self, restore: str) -> None:
+        """Begin a generation of a run from one of its checkpoints, by name or "latest", and steered as the one before
+        was: a run that was paused, or had some steps left until a pause, pauses at the same step."""
+        here = self.session
+        manifest, _ = self._load(None, "" if restore == "latest" else restore)
+        stood: tuple[bool, int | None] = (False, None)
+        if here.mesh.place.rank == 0:
+            stood = steered(manifest, read_events(here.paths.events)[0])
+        here.steering.paused, here.steering.remaining = here.channel.share(stood)
+
+    def _load(self, step: int | None, name: str) -> tuple[dict[str, Any], str]:
         here = self.session
         self.finish()
-        manifest, name = self._read(self._candidates(step, name), newest=step is None and not name)
+        manifest, folder = self._read(self._candidates(step, name), newest=step is None and not name)
+        name = called(folder, manifest)
+        values = self._stand(manifest, name)
+        here.emit("restore", step=manifest["step"], name=name, from_step=manifest["step"], values=values)
+        return manifest, name
+
+    def take(self, folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Load what a folder holds and stand where it was made, on a new lineage: its manifest, and live values."""
+        here = self.session
+        with here.watch.timed("checkpoint"):
+            manifest = checkpoint.load(here.plan, here.mesh, here.built, folder)
+        return manifest, self._stand(manifest, folder.name)
+
+    def _stand(self, manifest: dict[str, Any], name: str) -> dict[str, Any]:
+        """Stand where a checkpoint that has been loaded was made, on a new lineage; returns its live values."""
+        here = self.session
         here.runner.scale.load(manifest.get("loss_scale", {}))
         saved = Plan.loads(manifest["plan"], f"checkpoint {name}")
         values = self._take_values({key: get(saved, key) for key in live_keys() if key != "train.steps"}, name)
         here.steering.step, here.steering.loss = manifest["step"], manifest["loss"]
         here.runner.configure(here.plan, here.steering.step + 1, restored=True)
         here.begin_lineage(manifest["lineage"], manifest["step"], Position.from_json(manifest["cursors"]))
-        return manifest, values
+        return values
 
     def _candidates(self, step: int | None, name: str) -> list[Location]:
         """Where to look, the best first, as rank 0 sees it."""
@@ -214,7 +258,7 @@ class Saves:
             raise CheckpointError(problem)
         return [self.checkpoints / each for each in names]
 
-    def _read(self, folders: list[Location], newest: bool) -> tuple[dict[str, Any], str]:
+    def _read(self, folders: list[Location], newest: bool) -> tuple[dict[str, Any], Location]:
         """The first of these checkpoints that is not damaged; only of the newest are the older ones tried."""
         here = self.session
         if not (newest and here.plan.checkpoint.fall_back):
@@ -227,10 +271,10 @@ class Saves:
             except DamagedError as error:
                 problems.append(str(error))
                 continue
-            name = called(folder, manifest)
             for problem in problems:
-                here.emit("warning", step=manifest["step"], message=f"{problem} Went back to {name} instead.")
-            return manifest, name
+                message = f"{problem} Went back to {called(folder, manifest)} instead."
+                here.emit("warning", step=manifest["step"], message=message)
+            return manifest, folder
         more = f" ({len(problems) - 1} older ones are damaged as well)" if len(problems) > 1 else ""
         raise CheckpointError(problems[0] + more)
 
@@ -260,3 +304,23 @@ def _check_name(name: str) -> None:
         raise CheckpointError(f"{name!r} is not a name for a checkpoint: letters, digits, - _ . only")
     if len(name.encode()) > LONGEST_NAME:
         raise CheckpointError(f"a checkpoint's name has at most {LONGEST_NAME} bytes, not {len(name.encode())}")
+
+
+def steered(manifest: Mapping[str, Any], events: Sequence[Event]) -> tuple[bool, int | None]:
+    """(paused, steps until the next pause) of a run that goes on from a checkpoint: as saved, with the commands that
+    were applied since. After an end that somebody wanted, and in another run, it runs on."""
+    step, saved = manifest["step"], manifest.get("steering", {})
+    left = 0 if saved.get("paused") else saved.get("remaining")
+    pause = None if left is None else step + left
+    if not any(event["kind"] == "lineage" and event["id"] == manifest["lineage"] for event in events):
+        return False, None
+    for event in events:
+        if event["t"] < manifest.get("began", 0.0):
+            continue
+        if event["kind"] == "state" and event["state"] in ("paused", "stopped", "finished"):
+            pause = event["step"] if event["state"] == "paused" else None
+        elif event["kind"] == "command" and event["ok"] and event["verb"] in ("resume", "step"):
+            pause = event["step"] + event["args"].get("n", 1) if event["verb"] == "step" else None
+    if pause is None:
+        return False, None
+    return (True, None) if pause <= step else (False, pause - step)

@@ -101,7 +101,7 @@ class Session:
         if restore is None:
             self.begin_lineage("", 0, self.feed.cursors)
         elif not self.relayout.arrive(restore):
-            self.saves.load(None, "" if restore == "latest" else restore)
+            self.saves.go_on(restore)
             steps = self.plan.train.steps  # the length of the run is not the checkpoint's, but what was last asked for
             if self.mesh.place.rank == 0:
                 steps = planned_steps(read_events(self.paths.events)[0], steps)

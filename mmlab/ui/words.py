@@ -120,8 +120,8 @@ def _eval(event: Event) -> str:
 
 
 def _checkpoint(event: Event) -> str:
-    size, seconds = event.get("bytes", 0) / 1e6, event.get("seconds", 0.0)
-    stall = event.get("stall", seconds)
+    size, seconds = event.get("bytes", 0) / 1e6, float(event.get("seconds", 0.0))
+    stall = float(event.get("stall", seconds))
     held = f", {1e3 * stall:.0f} ms of it between steps" if stall < seconds else ""
     return f"checkpoint {event.get('name')}, {size:.1f} MB in {seconds:.1f} s{held}"
 

@@ -27,14 +27,15 @@ __all__ = [
 ]  # fmt: skip
 
 
-def save(plan: Plan, mesh: Mesh, built: Built, folder: Path, extra: Mapping[str, Any]) -> Location:
-    """Save what all ranks hold into a folder at once, without a run around it; all ranks together. Returns where.
+def save(plan: Plan, mesh: Mesh, built: Built, folder: Path, extra: Mapping[str, Any]) -> dict[str, Any]:
+    """Save what all ranks hold into a new folder, frozen modules too, and wait; all ranks together. Returns the manifest
+    on rank 0.
 
     CheckpointError on every rank when it cannot be written; nothing of it is left then.
     """
     state, frozen = saved_state(plan, mesh, built)
-    content = Content(state, extra, frozen, contents(mesh, frozen))
+    content = Content(state | {key: value for part in frozen.values() for key, value in part.items()}, extra)
     made = Save(mesh, Location(folder.parent), folder.name, content, str(folder))
     made.start()
     made.wait()
-    return made.folder
+    return made.manifest

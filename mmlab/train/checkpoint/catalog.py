@@ -168,9 +168,10 @@ class Retention:
         removed = []
         for folder in places:
             files = folder.sizes()
-            if folder.name == FROZEN or MANIFEST in files or folder.folders():
+            whole = MANIFEST in files and not folder.name.startswith(".")  # a copy under way has such a name
+            if folder.name == FROZEN or whole or folder.folders():
                 continue
-            if all(_OURS.fullmatch(name) for name in files):
+            if all(_OURS.fullmatch(name) or name == MANIFEST for name in files):
                 folder.remove()
                 removed.append(folder.name)
         return removed
