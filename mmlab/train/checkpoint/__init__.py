@@ -28,8 +28,8 @@ __all__ = [
 
 
 def save(plan: Plan, mesh: Mesh, built: Built, folder: Path, extra: Mapping[str, Any]) -> dict[str, Any]:
-    """Save what all ranks hold into a new folder, frozen modules too, and wait; all ranks together. Returns the manifest
-    on rank 0.
+    """Save what all ranks hold into a new folder, frozen modules too, and wait; all ranks together. Returns the
+    manifest on rank 0.
 
     CheckpointError on every rank when it cannot be written; nothing of it is left then.
     """
