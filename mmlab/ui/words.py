@@ -135,7 +135,16 @@ def _overflow(event: Event) -> str:
     return f"step {event.get('step')} left out: overflow in {modules}; loss scale now {number(event.get('loss_scale'))}"
 
 
+def _recovery(event: Event) -> str:
+    if not event.get("done"):
+        return f"recovery {event.get('attempt')} of {event.get('of')}: {event.get('reason')}"
+    replaced = event.get("replaced") or {}
+    engines = f", rank {', '.join(replaced)} on another engine" if replaced else ""
+    return f"recovered in {event.get('seconds', 0.0):.1f} s{engines}"
+
+
 _WORDS = {
+    "recovery": _recovery,
     "state": _state,
     "lineage": _lineage,
     "command": _command,
