@@ -28,6 +28,25 @@ def test_an_address_needs_its_package(monkeypatch, field, value, package, fix):
     assert plan.check() == []
 
 
+@pytest.mark.parametrize(
+    ("field", "value", "fixed"),
+    [
+        ("data.path", "htps://host/a,b.tar", "https://host/a,b.tar"),
+        ("data.held_out", "s33://bucket/a-{0..3}.tar", "s3://bucket/a-{0..3}.tar"),
+        ("data.sources", ("emoji", "htp://h/a.tar"), ("emoji", "http://h/a.tar")),
+        ("data.path", "nonsense://h/a.tar", "https://h/a.tar"),
+    ],
+)
+def test_a_protocol_that_nothing_reads_is_corrected(field, value, fixed):
+    plan = Plan.preset("laptop").with_({field: value})
+    (problem,) = plan.check()
+    assert problem.field == field
+    assert "no protocol" in problem.message
+    repaired = plan.with_(*problem.fix)
+    assert repaired.check() == []
+    assert repaired == Plan.preset("laptop").with_({field: fixed})
+
+
 def test_pipes_and_paths_need_none(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     for path in ("pipe:cat a.tar", "shards/train-{0..3}.tar", "emoji"):

@@ -54,7 +54,7 @@ RULES: tuple[Rule, ...] = (
     general.lanes,
     general.mixture,
     data.tiles,
-    remote.packages,
+    remote.addresses,
     cluster.shared_memory,
     lora.lora_targets,
     lora.lora_rank,
