@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from mmlab.plan.problems import Problem
 from mmlab.plan.rules import (
+    checkpoints,
     cluster,
     compression,
     data,
@@ -55,6 +56,7 @@ RULES: tuple[Rule, ...] = (
     general.mixture,
     data.tiles,
     remote.addresses,
+    checkpoints.location,
     cluster.shared_memory,
     lora.lora_targets,
     lora.lora_rank,
