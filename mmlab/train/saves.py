@@ -148,6 +148,11 @@ class Saves:
             keep = here.plan.checkpoint
             self.retention.prune(keep.keep_last, keep.keep_every)
 
+    @property
+    def idle(self) -> bool:
+        """Whether this rank has nothing left to write."""
+        return self._under_way is None or self._under_way.ended
+
     def finish(self, raises: bool = False) -> None:
         """Wait for the save under way; all ranks together. With `raises`, CheckpointError when it has failed."""
         made = self._under_way

@@ -17,7 +17,7 @@ IN_THE_EXTRA = ("aiohttp", "s3fs")
 
 
 def addresses(plan: Plan) -> Iterator[Problem]:
-    """Each address that data are read from, or checkpoints kept at, has a protocol that fsspec knows, and its package."""
+    """Each address that data are read from, or checkpoints kept at, has a known protocol, and its package is here."""
     data = plan.data
     named = [("data.sources", source) for source in data.sources] or [("data.path", data.path)]
     kept = ("checkpoint.location", plan.checkpoint.location)
