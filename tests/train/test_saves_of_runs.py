@@ -1,7 +1,9 @@
 """Checkpoints of whole runs: written while the run goes on, found good or passed over, in any layout."""
 
+import os
 import random
 import shutil
+import signal
 import subprocess
 
 import numpy as np
@@ -71,6 +73,7 @@ def test_damaged_checkpoints_are_passed_over_or_refused_by_name(pool, shards, tm
     run = LiveRun(pool, plan, tmp_path / "run")
     run.join()
     second, fourth, sixth = names(run)
+    run.paths.run.write_text("{}")
     rows = RunRecord(tmp_path / "run").checkpoints()
     assert [row["name"] for row in rows] == [second, fourth, sixth]
     assert len({(row["shared_bytes"] > 0, row["periodic"], row["reason"]) for row in rows}) == 1
@@ -152,7 +155,8 @@ def test_a_paused_run_that_is_lost_pauses_where_it_stood(pool, shards, tmp_path)
     stands = run.events("step")[-1]["step"]
     asked = run.do("step", n=5)
     run.wait_for(lambda: run.events("step")[-1]["step"] == stands + 5)
-    pool.close()
+    for pid in pool.pids[:3]:
+        os.kill(pid, signal.SIGKILL)
     run._thread.join(30)
     again = LiveRun(pool, plan, tmp_path / "run", generation=2, restore="latest")
     again.wait_for(lambda: again.events("restore") and again.events("state")[-1]["state"] == "paused")
@@ -215,6 +219,7 @@ def test_a_run_keeps_its_checkpoints_in_s3(shards, tmp_path, monkeypatch):
             plan = make_plan(shards, *FROZEN, "checkpoint.location=s3://kept/runs", "checkpoint.keep_last=2")
             run = LiveRun(pool, plan, tmp_path / "run")
             assert run.join() == ["finished"] * 3
+            run.paths.run.write_text("{}")
             rows = RunRecord(tmp_path / "run").checkpoints()
             assert [row["step"] for row in rows] == [4, 6]
             assert rows[0]["path"] == f"s3://kept/runs/run/{rows[0]['name']}"
@@ -270,7 +275,7 @@ def test_steering_goes_on_where_it_stood():
 def test_events_wait_for_room_on_a_full_disk(tmp_path, monkeypatch):
     log = EventLog(tmp_path / "events.jsonl")
     log.emit("step", step=1)
-    real, room = __import__("os").write, [20]
+    real, room = os.write, [20]
 
     def write(file, data):
         if room[0] < 0:
