@@ -1,4 +1,4 @@
-"""Commands about labs, data and JupyterLab."""
+"""Commands about labs and JupyterLab."""
 
 from __future__ import annotations
 
@@ -19,13 +19,10 @@ NOTEBOOKS = ("01_quickstart.ipynb", "05_gradient_compression.ipynb")
 
 
 def register(app: typer.Typer) -> None:
-    """Add the commands about labs and data."""
+    """Add the commands about labs."""
     for name, command in (("lab", lab), ("labs", list_labs), ("close", close)):
         settings = {"ignore_unknown_options": True} if name == "lab" else {}  # JupyterLab's own
         app.command(name, rich_help_panel="Labs", context_settings=settings)(command)
-    data = typer.Typer(help="Make data sets.", no_args_is_help=True)
-    data.command("make")(make)
-    app.add_typer(data, name="data", rich_help_panel="Plans")
 
 
 def lab(
@@ -109,23 +106,3 @@ def close(
     for lab_id in found:
         Lab.attach(lab_id).close()
         console().print(f"closed {lab_id}")
-
-
-def make(
-    name: Annotated[str, typer.Argument(help="emoji or shapes.")],
-    folder: Annotated[Path | None, typer.Argument(help="Where to, new or empty; default: the data cache.")] = None,
-) -> None:
-    """Make a built-in data set: shards, held-out split and tokenizer."""
-    from rich.progress import Progress
-
-    from mmlab.data.cli_support import make_set
-    from mmlab.data.datasets import ensure
-
-    with Progress(console=console(), transient=True) as bar:
-        task = bar.add_task(name, total=None)
-
-        def progress(done: int, total: int, what: str) -> None:
-            bar.update(task, completed=done, total=total, description=what)
-
-        said = str(ensure(name, progress)) if folder is None else make_set(name, folder, progress=progress)
-    console().print(said, soft_wrap=True, markup=False)

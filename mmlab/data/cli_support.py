@@ -1,4 +1,4 @@
-"""What a command line says about data: `mmlab data make emoji|shapes DIR`. No torch."""
+"""What a command line says about data: `mmlab data make`, `pack`. No torch."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ from pathlib import Path
 
 from mmlab.data.datasets import BUILT_IN, DESCRIPTION, make
 from mmlab.data.index import Progress
+from mmlab.data.packing import PackOptions, pack
 
-__all__ = ["BUILT_IN", "make_set"]
+__all__ = ["BUILT_IN", "make_set", "pack_source"]
 
 
 def make_set(
@@ -26,3 +27,26 @@ def make_set(
         f"{folder}: {name} {about['version']}, {counts} samples ({about['licence']}).\n"
         f'Train on it with data.path="{folder}"; the tokenizer and the held-out samples come with it.'
     )
+
+
+def pack_source(
+    source: Path, out: Path, options: PackOptions, tokenizer: Path | None, progress: Progress | None, *, named: int
+) -> str:
+    """Pack a source; returns what is there, the first `named` records that were left out, and how to train on it.
+
+    DataError as `mmlab.data.packing.pack` says.
+    """
+    packed = pack(source, out, options, tokenizer, progress)
+    size = sum(shard.bytes for shard in packed.shards) / 1e6
+    held_out = f" and {packed.samples('held_out'):,} held-out" if packed.samples("held_out") else ""
+    begun = " (packed already)" if packed.complete else f" (went on from {packed.resumed:,})" if packed.resumed else ""
+    lines = [
+        f"{out}: {packed.samples('train'):,}{held_out} samples in {len(packed.shards):,} shards, {size:,.1f} MB{begun};"
+        f" {packed.copied:,} of {packed.pictures:,} pictures as they were."
+    ]
+    for what, rows in (("skipped", packed.skipped), ("left out as duplicates", packed.duplicates)):
+        if rows:
+            lines.append(f"{len(rows):,} {what} (all in {out / 'report.json'}):")
+            lines += [f"  {origin}: {why}" for origin, why in rows[:named]]
+    lines.append(f'Train on it with data.path="{out}".')
+    return "\n".join(lines)

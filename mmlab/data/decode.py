@@ -21,8 +21,10 @@ class Decoded:
 
 
 def to_rgb(image: Image.Image) -> Image.Image:
-    """Any mode to 8-bit RGB: transparency over white, 16 bits scaled to 8, EXIF orientation applied."""
-    image = ImageOps.exif_transpose(image)
+    """Any mode to 8-bit RGB: transparency over white, 16 bits scaled to 8, EXIF orientation applied. The image itself
+    where nothing is to be done."""
+    if orientation(image) != 1:
+        image = ImageOps.exif_transpose(image)
     if image.mode.startswith("I;16") or image.mode == "I":
         # 16-bit grey opens as I;16 or, by some formats, as 32-bit I with 16-bit values; convert() would clip at 255.
         grey = np.asarray(image).astype(np.float32) / 257.0
@@ -31,18 +33,24 @@ def to_rgb(image: Image.Image) -> Image.Image:
         image = image.convert("RGBA")
         white = Image.new("RGBA", image.size, (255, 255, 255, 255))
         image = Image.alpha_composite(white, image)
-    return image.convert("RGB")
+    return image if image.mode == "RGB" else image.convert("RGB")
+
+
+def orientation(image: Image.Image) -> int:
+    """EXIF's orientation of an opened picture, 1 (upright) to 8."""
+    found = image.getexif().get(ExifTags.Base.Orientation, 1)
+    return found if found in range(2, 9) else 1
 
 
 def on_its_side(image: Image.Image) -> bool:
     """Whether an opened picture is shown with width and height exchanged (EXIF orientation 5 to 8)."""
-    return image.getexif().get(ExifTags.Base.Orientation, 1) in (5, 6, 7, 8)
+    return orientation(image) >= 5
 
 
 def open_rgb(data: bytes, least: tuple[int, int] | None = None) -> Image.Image:
-    """The whole picture as RGB. `least`: JPEG may be decoded at a reduced size that covers so many pixels (width,
-    height), which is 2 to 5 times faster for large pictures. Raises whatever Pillow raises on bytes it cannot
-    decode."""
+    """The whole picture as RGB. `least`: JPEG may be decoded at the smallest of 1/1, 1/2, 1/4 and 1/8 of its size that
+    covers so many pixels (width, height), which is 3 to 9 times faster for large pictures. Raises whatever Pillow
+    raises on bytes it cannot decode."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # large pictures and odd metadata are no reason to speak up
         with Image.open(io.BytesIO(data)) as image:
@@ -60,3 +68,11 @@ def decode(data: bytes, size: int, grid: Grid = WHOLE) -> Decoded:
     except Exception as error:  # decoders raise all kinds on damaged bytes; the sample is then masked and named
         reason = f"{type(error).__name__}: {error}".splitlines()[0][:200]
         return Decoded(np.zeros((grid.tiles, size, size, 3), dtype=np.uint8), reason)
+
+
+def decode_into(tiles: np.ndarray, data: bytes, grid: Grid = WHOLE) -> str:
+    """`decode` into uint8 [tiles, 3, S, S]; returns the reason. Planes: to normalise a tile of 224 x 224 takes the rank
+    0.04 ms then, 0.6 ms where the pixels are still to be put into planes."""
+    decoded = decode(data, tiles.shape[-1], grid)
+    np.copyto(tiles, decoded.pixels.transpose(0, 3, 1, 2))
+    return decoded.reason

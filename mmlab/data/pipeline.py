@@ -6,14 +6,14 @@ import io
 import math
 import threading
 from collections import OrderedDict
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Literal
 
 import numpy as np
 import torch
 
-from mmlab.data.decode import Decoded, decode, open_rgb
+from mmlab.data.decode import decode_into, open_rgb
 from mmlab.data.format import (
     IMAGE_MARK,
     Turn,
@@ -40,6 +40,16 @@ from mmlab.data.tokenizer import TextTokenizer
 from mmlab.data.windows import Buckets
 from mmlab.errors import DataError
 from mmlab.plan.schema import Plan
+
+
+def normalised(tiles: np.ndarray, bad: Sequence[slice] = ()) -> torch.Tensor:
+    """Decoded tiles, uint8 [N, 3, S, S], as float32 with mean 0.5 and standard deviation 0.5: -1..1 (SigLIP's); zeros
+    where they are bad. In pinned memory where there is CUDA."""
+    pixels = torch.empty(tiles.shape, dtype=torch.float32, pin_memory=torch.cuda.is_available())
+    pixels.copy_(torch.from_numpy(tiles)).div_(127.5).sub_(1.0)
+    for span in bad:
+        pixels[span] = 0.0
+    return pixels
 
 
 class DataSource:
@@ -222,33 +232,54 @@ class DataSource:
         places = self.indexes[sample.shard].images_of(sample.index)[: len(sample.grids), :2].tolist()
         return [Picture(sample.shard, o, n, grid) for (o, n), grid in zip(places, sample.grids, strict=True)]
 
-    def collect(self, sample: ManifestSample, decoded: Sequence[Decoded]) -> tuple[torch.Tensor, bool]:
-        """(pixels float32 [tiles, 3, S, S], whether one is bad) of one sample's decoded pictures.
+    def collect(
+        self,
+        manifest: StepManifest,
+        pictures: Mapping[int, Sequence[Picture]],
+        tiles: np.ndarray,
+        reasons: Sequence[str],
+    ) -> tuple[dict[int, torch.Tensor], set[int]]:
+        """({position: pixels float32 [tiles, 3, S, S]}, positions with a bad picture) from the decoded `pictures` of
+        some positions: uint8 [tiles, 3, S, S] of all of them and the reason of each, "" where it is not bad.
 
-        Normalised with mean 0.5 and standard deviation 0.5, to -1..1 (SigLIP's). Bad pictures are zeros and their
-        reason is kept in `bad_reasons`.
+        The pixels lie behind one another in one buffer. Bad pictures are zeros and their reason is kept in
+        `bad_reasons`.
         """
-        reasons = [picture.reason for picture in decoded if picture.reason]
-        if reasons:
-            with self._reasons_lock:
-                self.bad_reasons[sample.key] = reasons[0]
-                while len(self.bad_reasons) > 1000:
-                    self.bad_reasons.popitem(last=False)
-        if not decoded:
-            return torch.zeros(0, 3, self.image_size, self.image_size), False
-        stacked = torch.from_numpy(np.concatenate([picture.pixels for picture in decoded]))
-        pixels = stacked.permute(0, 3, 1, 2).to(torch.float32).div_(127.5).sub_(1.0)
-        first = 0
-        for picture in decoded:
-            if picture.reason:
-                pixels[first : first + len(picture.pixels)] = 0.0
-            first += len(picture.pixels)
-        return pixels.contiguous(), bool(reasons)
+        bad: dict[int, str] = {}
+        spans, places, first = [], {}, 0
+        told = iter(reasons)
+        for position, found in pictures.items():
+            start = first
+            for picture, reason in zip(found, told):  # noqa: B905 - the reasons are those of all positions
+                if reason:
+                    bad.setdefault(position, reason)
+                    spans.append(slice(first, first + picture.grid.tiles))
+                first += picture.grid.tiles
+            places[position] = slice(start, first)
+        for position, reason in bad.items():
+            self._keep_reason(manifest.samples[position].key, reason)
+        pixels = normalised(tiles, spans)
+        return {position: pixels[place] for position, place in places.items()}, set(bad)
+
+    def _keep_reason(self, key: str, reason: str) -> None:
+        with self._reasons_lock:
+            self.bad_reasons[key] = reason
+            while len(self.bad_reasons) > 1000:
+                self.bad_reasons.popitem(last=False)
 
     def decode_sample(self, sample: ManifestSample) -> tuple[torch.Tensor, bool]:
-        """Read and decode one sample's pictures here and now: as `collect`."""
-        found = [(self.files.read(p.shard, p.offset, p.size), p.grid) for p in self.pictures(sample)]
-        return self.collect(sample, [decode(data, self.image_size, grid) for data, grid in found])
+        """Read and decode one sample's pictures here and now: (float32 [tiles, 3, S, S], whether one is bad)."""
+        pictures, first, bad = self.pictures(sample), 0, []
+        side = self.image_size
+        tiles = np.empty((sum(picture.grid.tiles for picture in pictures), 3, side, side), dtype=np.uint8)
+        for picture in pictures:
+            place = slice(first, first + picture.grid.tiles)
+            data = self.files.read(picture.shard, picture.offset, picture.size)
+            if reason := decode_into(tiles[place], data, picture.grid):
+                self._keep_reason(sample.key, reason)
+                bad.append(place)
+            first = place.stop
+        return normalised(tiles, bad), bool(bad)
 
     def pixels(self, manifest: StepManifest, positions: Sequence[int]) -> tuple[torch.Tensor, set[int]]:
         """(float32 [N, 3, S, S] of the samples at `positions` in that order, positions with a bad picture)."""

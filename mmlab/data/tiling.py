@@ -110,7 +110,7 @@ def cut(image: Image.Image, size: int, grid: Grid) -> np.ndarray:
     whole = np.asarray(_resized(image, columns * size, rows * size), dtype=np.uint8)
     tiles = whole.reshape(rows, size, columns, size, 3).transpose(0, 2, 1, 3, 4).reshape(-1, size, size, 3)
     if not grid.thumbnail:
-        return tiles.copy()
+        return tiles
     return np.concatenate([tiles, np.asarray(_resized(image, size, size), dtype=np.uint8)[None]])
 
 

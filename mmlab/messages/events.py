@@ -8,12 +8,13 @@ Kinds and what they carry beside `t` (seconds since the epoch), `kind`, `lineage
 - `step`: loss, tokens, images, samples, seconds, tokens_per_s, images_per_s, data_wait, lr {module: x}, grad_norm
   {module: x}, grad_norm_total (null where not finite), reduced ("momentum" in steps of 1-bit Adam after its freeze: the
   norms are then those of the first moment, for nobody has the gradient), loss_scale (with fp16), with telemetry on
-  phases [[seconds of each phase in `messages.PHASES`] for each rank], traffic {axis of `messages.AXES`: [bytes of each
-  group of the layout]} and communication {module: {seconds, exposed}} of its gradients under way and waited for,
-  and of each module whose gradients are compressed, or of which something is still left out, compression {module:
-  {compressor, options {name: value}, seconds (coding, on the slowest rank), residual (norm of what all ranks have left
-  out so far, null where not finite), dense (bytes that its ranks would hand over without), kept (bytes that they keep
-  between steps), and in a measured step error (||reduced - dense|| / ||dense||)}}
+  data_queue (steps decoded and waiting when the step asked for the next one, on the rank that had fewest: at 0 it had
+  to wait), phases [[seconds of each phase in `messages.PHASES`] for each rank], traffic {axis of `messages.AXES`:
+  [bytes of each group of the layout]} and communication {module: {seconds, exposed}} of its gradients under way and
+  waited for, and of each module whose gradients are compressed, or of which something is still left out, compression
+  {module: {compressor, options {name: value}, seconds (coding, on the slowest rank), residual (norm of what all ranks
+  have left out so far, null where not finite), dense (bytes that its ranks would hand over without), kept
+  (bytes that they keep between steps), and in a measured step error (||reduced - dense|| / ||dense||)}}
 - `command`: id, verb, args, ok, ranks, message
 - `checkpoint`: name, path, seconds, bytes; `restore`: name, from_step, values {live key: as saved}
 - `eval`: loss, loss_swapped (null without images), tokens; `samples`: folder, items [{image, truth, text, prompt}]

@@ -50,5 +50,8 @@ class DataConfig(Section):
     """Seed of the order of samples, dimensionless."""
     workers: int = Field(0, ge=0)
     """Spawned decode processes for each rank that decodes; 0 decodes in a thread."""
+    prefetch: int = Field(2, ge=1)
+    """Steps whose images are decoded ahead on each rank that decodes; they wait in memory with a byte a pixel and
+    channel."""
     max_bad_share: float = Field(0.05, ge=0, le=1)
     """Share of undecodable images (of those seen so far, after the first 100) above which the run stops."""

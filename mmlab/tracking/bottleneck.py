@@ -43,7 +43,8 @@ class Bottleneck(Table):
 
     `waits` are the causes; `cause` is the one that counts: data, encoder, pipeline, communication or optimizer, or
     "compute" where none takes a tenth of the step; `changes` are overrides of the plan to try, which the plan admits
-    (empty where nothing is known to help); `seconds` the mean time of a step.
+    (empty where nothing is known to help); `seconds` the mean time of a step; `ahead` the mean number of steps that
+    lay decoded when the next one was asked for (None where nobody told).
     """
 
     header = ("what", "a step", "share", "how it is measured")
@@ -57,11 +58,14 @@ class Bottleneck(Table):
         self.waits: list[Wait] = []
         self.changes: Changes = ()
         self.cause = "compute"
+        self.ahead: float | None = None
         if not timed:
             return
         rows = [[mean(step["phases"][rank][i] for step in timed) for i in range(len(PHASES))]
                 for rank in range(plan.world_size)]  # fmt: skip
         self._times = [dict(zip(PHASES, row, strict=True)) for row in rows]
+        depths = [step["data_queue"] for step in timed if "data_queue" in step]
+        self.ahead = mean(depths) if depths else None
         found = [*self._of_ranks(), self._communication(timed)]
         self.waits = sorted(found, key=lambda wait: -wait.seconds)
         if self.waits[0].share >= NOTICED:
@@ -76,7 +80,8 @@ class Bottleneck(Table):
         layout, p = self.plan.layout(), self.plan.parallel
         stages = [place for place in layout.places if place.role == "language"]
         most = max(times["data"] for times in self._times)
-        yield self._wait("data", most, "waiting for images and text, on the rank that waits most")
+        ahead = "" if self.ahead is None else f", {self.ahead:.1f} steps decoded ahead in the mean"
+        yield self._wait("data", most, f"waiting for images and text, on the rank that waits most{ahead}")
         if p.vision == "own_ranks":
             first = [self._times[place.rank]["exchange"] for place in stages if place.pp == 0]
             yield self._wait("encoder", mean(first), "waiting for image tokens, mean of the first stage's ranks")
@@ -109,6 +114,8 @@ class Bottleneck(Table):
         """What may help against the cause, the likeliest first."""
         plan, p = self.plan, self.plan.parallel
         if self.cause == "data":
+            if self.ahead is not None and self.ahead >= 1:  # it decodes fast enough, but not evenly
+                yield (f"data.prefetch={2 * plan.data.prefetch}",)
             yield (f"data.workers={plan.data.workers + 1}",)
         elif self.cause == "encoder" and p.vision == "own_ranks":
             if plan.train.vision.frozen and not p.encoder_ahead:

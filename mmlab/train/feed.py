@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections import deque
 
@@ -45,6 +46,17 @@ class Coming:
         """Images of the samples that this rank owns, by position; waits for their decoding."""
         return self._take()[0]
 
+    def decoded(self) -> bool:
+        """Whether its images are decoded. Asked by the thread that trains."""
+        if self._prefetcher is None:
+            return True
+        if not self._lock.acquire(blocking=False):
+            return False  # the other thread waits for them
+        try:
+            return self._decoded is not None or self._prefetcher.done(self.manifest)
+        finally:
+            self._lock.release()
+
     def bad(self) -> frozenset[int]:
         """Positions that this rank owns with an undecodable image; waits for their decoding."""
         return frozenset(self._take()[1])
@@ -64,7 +76,8 @@ def own_texts(
 
 
 class Feed:
-    """Batches of one rank, decoded one step ahead of what is encoded, which may be ahead of what is consumed.
+    """Batches of one rank, decoded `data.prefetch` steps ahead of what is encoded, which may be ahead of what is
+    consumed. No more than that many are held, decoded or not.
 
     `cursors` is the data position after the last consumed step (what a checkpoint stores); prefetched samples do not
     count as consumed.
@@ -75,6 +88,7 @@ class Feed:
         self.owner = mesh.place.vision
         self.prefetcher = Prefetcher(source, plan.data.workers) if mesh.place.vision >= 0 else None
         self.ahead = plan.parallel.encoder_ahead if self.prefetcher is not None else 0
+        self.depth = self.ahead + plan.data.prefetch if self.prefetcher is not None else 1
         self.images_seen = 0
         self.images_bad = 0
         self.cursors = source.start()
@@ -92,13 +106,19 @@ class Feed:
 
     def _look_ahead(self, cursors: Position, step: int) -> None:
         """Make the manifests after a step that are wanted by now, and start to decode their images."""
-        while len(self._coming) <= self.ahead:
+        while len(self._coming) < self.depth:
             if self._coming:
                 cursors, step = self._coming[-1].after, self._coming[-1].manifest.step
             manifest, after = self.source.manifest(step + 1, cursors)
             if self.prefetcher is not None:
                 self.prefetcher.submit(manifest, manifest.owned(self.owner))
             self._coming.append(Coming(manifest, after, self.prefetcher))
+
+    def queued(self) -> int:
+        """Steps to come whose images are decoded, in a row from the next one on; -1 where none are decoded."""
+        if self.prefetcher is None:
+            return -1
+        return sum(1 for _ in itertools.takewhile(Coming.decoded, self._coming))
 
     def next_bad(self) -> frozenset[int]:
         """Undecodable images of the next step that this rank owns; waits for their decoding."""
@@ -117,7 +137,7 @@ class Feed:
         self._current = (self._coming.popleft(), bad)
 
     def batch(self) -> StepInput:
-        """The current step's batch; starts decoding the next one. DataError when too many images are bad."""
+        """The current step's batch; starts decoding one more. DataError when too many images are bad."""
         assert self._current is not None
         current, bad = self._current
         manifest = current.manifest

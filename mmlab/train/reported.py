@@ -12,16 +12,17 @@ from mmlab.messages import AXES, PHASES
 from mmlab.parallel.gradients import Reducer
 from mmlab.plan.schema import MODULES
 
-_SIZES = (len(PHASES), len(AXES), len(MODULES), len(MODULES), 6 * len(MODULES))
+_SIZES = (len(PHASES), len(AXES), len(MODULES), len(MODULES), 6 * len(MODULES), 1)
 COLUMNS = sum(_SIZES)
 """Numbers in a rank's row."""
 
 
-def row(phases: list[float], traffic: list[float], reducer: Reducer) -> list[float]:
-    """One rank's row: seconds of each phase, bytes of each axis, and what its reducer knows of each module."""
+def row(phases: list[float], traffic: list[float], reducer: Reducer, queued: int) -> list[float]:
+    """One rank's row: seconds of each phase, bytes of each axis, what its reducer knows of each module, and the steps
+    that it has decoded ahead (-1 if it decodes none)."""
     overlap, coding = [reducer.overlap[m] for m in MODULES], [reducer.coding[m] for m in MODULES]
     times = [o.seconds for o in overlap] + [o.exposed for o in overlap]
-    return [*phases, *traffic, *times, *(float(value) for c in coding for value in astuple(c))]
+    return [*phases, *traffic, *times, *(float(value) for c in coding for value in astuple(c)), queued]
 
 
 @dataclass(frozen=True)
@@ -48,27 +49,31 @@ class Reported:
     `phases` [world][phase] seconds; `traffic[axis]` bytes that each of `layout.groups(axis)` handed to communication
     since the step before reported; `communication[module]` (seconds, exposed): how long the module's gradients were
     under way and how long of it a rank waited, each on the rank where it was longest; `coding[module]` what compression
-    cost and lost.
+    cost and lost; `queued` steps that were decoded and waiting when the step asked for the next one, on the rank that
+    had fewest (None where no rank decodes).
     """
 
     phases: list[list[float]] = field(default_factory=list)
     traffic: dict[str, list[int]] = field(default_factory=dict)
     communication: dict[str, tuple[float, float]] = field(default_factory=dict)
     coding: dict[str, Coded] = field(default_factory=dict)
+    queued: int | None = None
 
     @classmethod
     def of(cls, rows: Tensor, groups: Mapping[str, list[list[int]]], compressing: Collection[str]) -> Reported:
         """From the ranks' rows [world, COLUMNS], of which there are none without telemetry."""
         if not rows.shape[0]:
             return cls()
-        phases, traffic, seconds, exposed, coding = rows.split(_SIZES, dim=1)
+        phases, traffic, seconds, exposed, coding, queued = rows.split(_SIZES, dim=1)
         sums = {
             axis: [int(column[group].sum()) for group in groups[axis]]
             for axis, column in zip(AXES, traffic.unbind(1), strict=True)
             if column.any()
         }
         longest = zip(MODULES, seconds.amax(0).tolist(), exposed.amax(0).tolist(), strict=True)
-        return cls(phases.tolist(), sums, {m: (s, e) for m, s, e in longest if s}, _coded(coding, compressing))
+        communication = {m: (s, e) for m, s, e in longest if s}
+        least = min((int(depth) for depth in queued.flatten().tolist() if depth >= 0), default=None)
+        return cls(phases.tolist(), sums, communication, _coded(coding, compressing), least)
 
 
 def _coded(rows: Tensor, compressing: Collection[str]) -> dict[str, Coded]:

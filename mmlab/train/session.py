@@ -112,7 +112,7 @@ class Session:
         began = time.perf_counter()
         with self.watch.timed("data"):
             batch = self.feed.batch()
-        ride = Ride(self.listener.waiting, self.feed.next_bad, self.plan.data.global_batch)
+        ride = Ride(self.listener.waiting, self.feed.next_bad, self.plan.data.global_batch, self.feed.queued)
         result = self.runner.train(self.plan, number, batch, ride)
         self.feed.agree(result.next_bad)
         self.watch.end_step()
@@ -144,6 +144,7 @@ class Session:
             samples=self.plan.data.global_batch, targets=result.targets, seconds=round(seconds, 5),
             tokens_per_s=round(tokens / seconds, 2), images_per_s=round(images / seconds, 2),
             data_wait=self.watch_phase(result, "data"),
+            **({"data_queue": told.queued} if told.queued is not None else {}),
             lr=result.lr, grad_norm={m: _finite(norm) for m, norm in result.grad_norm.items()},
             grad_norm_total=_finite(result.grad_norm_total),
             **({"reduced": "momentum"} if self.plan.train.reduces_momentum(self.steering.step) else {}),

@@ -60,11 +60,13 @@ class NotFinite(RunFailed):
 
 @dataclass
 class Ride:
-    """What rides in the step's own reduction: the flag "a command waits" and the next step's undecodable images."""
+    """What rides in the step's own reduction: the flag "a command waits", the next step's undecodable images, and the
+    steps decoded ahead (-1 on a rank that decodes none)."""
 
     commands: Callable[[], bool] = lambda: False
     next_bad: Callable[[], Collection[int]] = tuple
     next_size: int = 0
+    queued: Callable[[], int] = lambda: -1
 
 
 class Inspected(Protocol):
@@ -291,7 +293,7 @@ class HybridStep:
 
     def _norm(self, plan: Plan, batch: StepInput, ride: Ride) -> StepResult:
         """The one reduction over all ranks: norms, loss, waiting commands, the next step's bad images, times."""
-        bad = torch.zeros(ride.next_size, dtype=torch.float64)
+        bad, queued = torch.zeros(ride.next_size, dtype=torch.float64), ride.queued()
         with self.watch.timed("data"):
             for position in ride.next_bad():
                 bad[position] = 1.0
@@ -300,7 +302,7 @@ class HybridStep:
         flag = torch.tensor([float(ride.commands())], dtype=torch.float64)
         times = torch.zeros((self.mesh.world_size if self.watch.telemetry else 0, COLUMNS), dtype=torch.float64)
         if self.watch.telemetry:
-            mine = row(self.watch.take_seconds(), self.mesh.traffic.take(), self.built.reducer)
+            mine = row(self.watch.take_seconds(), self.mesh.traffic.take(), self.built.reducer, queued)
             times[self.mesh.place.rank] = torch.tensor(mine, dtype=torch.float64)
         packed = torch.cat([norms, loss, flag, bad, times.flatten()])
         if self.mesh.control is not None:

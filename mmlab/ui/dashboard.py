@@ -20,7 +20,7 @@ from mmlab.ui.controls import Controls, Steerable
 from mmlab.ui.feed import CURVES, Feed
 from mmlab.ui.series import CAPACITY
 from mmlab.ui.snapshot import Snapshot, of_feed
-from mmlab.ui.words import clock, compression_text, event_text
+from mmlab.ui.words import clock, compression_text, data_text, event_text
 
 PERIOD = 0.2
 """Seconds between messages to the board: five a second, of the ten that the server bears."""
@@ -183,6 +183,7 @@ class Dashboard:
             "tokens_per_s": last.get("tokens_per_s"),
             "images_per_s": last.get("images_per_s"),
             "seconds": seconds,
+            "data": data_text(last),
             "left": seconds * max(0, feed.steps - feed.step) if seconds else None,
             "compression": compression_text(last),
             "rates": self._rates(),

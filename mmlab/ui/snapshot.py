@@ -10,7 +10,7 @@ from typing import Any
 
 from mmlab.ui import picture
 from mmlab.ui.feed import Feed
-from mmlab.ui.words import clock, compression_text, event_text, number
+from mmlab.ui.words import clock, compression_text, data_text, event_text, number
 
 BLOCKS = "▁▂▃▄▅▆▇█"
 EVENTS = 8
@@ -65,6 +65,7 @@ def summary(feed: Feed) -> str:
         last = feed.last
         rates = f"{number(last.get('tokens_per_s'))} tokens/s, {number(last.get('images_per_s'))} images/s"
         lines.append(f"  loss {number(last.get('loss'), 4)}, {rates}")
+        lines += [f"  data wait {waited}"] if (waited := data_text(last)) != "-" else []
         lines += [f"  {coded}"] if (coded := compression_text(last)) else []
         lines.append(f"  loss {spark(list(feed.curves['loss'].points()[1]))}")
     for rank in feed.ranks:

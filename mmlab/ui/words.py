@@ -55,6 +55,14 @@ def compression_text(step: Event) -> str:
     return f"compressed gradients: {'; '.join(found)}" if found else ""
 
 
+def data_text(step: Event) -> str:
+    """How long a step waited for data and how many steps lay decoded ahead: "4 ms, 2 ahead"; a dash where not told."""
+    wait, ahead = step.get("data_wait"), step.get("data_queue")
+    if wait is None:
+        return "-"
+    return f"{number(1000 * wait)} ms" + ("" if ahead is None else f", {ahead} ahead")
+
+
 def clock(event: Event) -> str:
     """The local time of an event."""
     return time.strftime("%H:%M:%S", time.localtime(event.get("t", 0.0)))

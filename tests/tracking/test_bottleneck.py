@@ -29,6 +29,8 @@ SENT = {"language": [1e6, 1e6]}
 EXPOSED = {"language": {"seconds": 0.1, "exposed": 0.09}, "vision": {"seconds": 0.05, "exposed": 0.02}}
 CASES = [
     ("data", (), quickstart({"data": 0.08}, {"exchange": 0.05} | BUSY, {"pipeline": 0.1}), {}, "data.workers=1"),
+    ("data", (), quickstart({"data": 0.08}, BUSY, BUSY), {"data_queue": 0}, "data.workers=1"),
+    ("data", (), quickstart({"data": 0.08}, BUSY, BUSY), {"data_queue": 2}, "data.prefetch=4"),
     ("encoder", (), quickstart({"encode": 0.19}, {"exchange": 0.06} | BUSY), {}, "parallel.vision_dp=3"),
     ("encoder", ("train.vision.frozen=true",), quickstart({}, {"exchange": 0.06}), {}, "parallel.encoder_ahead=1"),
     ("pipeline", (), quickstart({}, {"pipeline": 0.05}, {"pipeline": 0.04}), {}, "parallel.microbatches=4"),
@@ -39,7 +41,11 @@ CASES = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("cause", "changes", "rows", "more", "hint"), CASES, ids=[f"{c[0]}-{c[4]}" for c in CASES])
+@pytest.mark.parametrize(
+    ("cause", "changes", "rows", "more", "hint"),
+    CASES,
+    ids=[f"{c[0]}-{c[4]}{c[3].get('data_queue', '')}" for c in CASES],
+)
 def test_the_cause_is_named_with_its_time_and_something_to_try(cause, changes, rows, more, hint):
     plan = Plan.preset("quickstart").with_(*changes)
     assert not plan.check()

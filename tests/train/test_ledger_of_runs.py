@@ -8,6 +8,7 @@ from live import LiveRun, make_plan
 from mmlab.cli import run_command
 from mmlab.data.shards import scan_shard
 from mmlab.errors import MmlabError
+from mmlab.messages import read_events
 from mmlab.messages.runs import create_run
 from mmlab.tracking import RunRecord
 
@@ -58,7 +59,8 @@ def test_a_restore_takes_steps_back_and_no_sample_is_lost(pool, shards, tmp_path
 
 def test_a_mixture_resumes_inside_a_window(pool, shards, text_shards, tmp_path):
     sources = {"data.sources": [str(shards), str(text_shards)], "data.weights": [3, 1], "data.shuffle_window": 20}
-    plan = make_plan(shards, sources, "train.steps=5", "data.global_batch=12")  # three windows
+    ahead = ("data.prefetch=4", "data.workers=1")  # what was decoded ahead is dropped
+    plan = make_plan(shards, sources, "train.steps=5", "data.global_batch=12", *ahead)  # three windows
     run, record = finished(pool, plan, tmp_path)
     run.do("pause")
     run.do("step", n=2)
@@ -75,15 +77,18 @@ def test_a_mixture_resumes_inside_a_window(pool, shards, text_shards, tmp_path):
     assert ledger.ok, ledger.problems
     used = [sum(epoch.used for epoch in ledger.epochs if epoch.source == source) for source in (0, 1)]
     assert used == [45, 15]
+    queues = [event["data_queue"] for event in read_events(record.paths.events)[0] if event["kind"] == "step"]
+    assert len(queues) == 7
+    assert set(queues) <= set(range(5))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("workers", [0, 1, 3])
+@pytest.mark.parametrize(("workers", "prefetch"), [(0, 1), (1, 2), (2, 5), (3, 3)])
 @pytest.mark.parametrize("dp", [1, 2, 4])
-def test_order_depends_neither_on_replicas_nor_on_workers(pool, shards, tmp_path, dp, workers):
-    plan = make_plan(
-        shards, f"parallel.dp={dp}", "parallel.pp=1", f"data.workers={workers}", "train.steps=4", "data.global_batch=24"
-    )
+def test_order_depends_neither_on_replicas_nor_on_workers(pool, shards, tmp_path, dp, workers, prefetch):
+    decoding = (f"data.workers={workers}", f"data.prefetch={prefetch}")
+    layout = (f"parallel.dp={dp}", "parallel.pp=1", "train.steps=4", "data.global_batch=24")
+    plan = make_plan(shards, *layout, *decoding)
     run, record = finished(pool, plan, tmp_path)
     run.join()
     ledger = record.ledger()

@@ -69,8 +69,9 @@ class SyntheticRun:
         norms = {module: 1.0 + self.random.random() for module in lr}
         self.events.emit(
             "step", step=self.step, loss=loss, tokens=900, images=16, samples=16, seconds=seconds,
-            tokens_per_s=900 / seconds, images_per_s=16 / seconds, data_wait=0.004, lr=lr, grad_norm=norms,
-            grad_norm_total=math.hypot(*norms.values()), phases=[self._phases(place, seconds) for place in self.places],
+            tokens_per_s=900 / seconds, images_per_s=16 / seconds, data_wait=0.004, data_queue=2, lr=lr,
+            grad_norm=norms, grad_norm_total=math.hypot(*norms.values()),
+            phases=[self._phases(place, seconds) for place in self.places],
             traffic={"vision": [50_000]}, communication={"vision": {"seconds": 0.01, "exposed": 0.004}},
             compression={"vision": CODED},
         )  # fmt: skip

@@ -93,6 +93,7 @@ def test_a_view_gets_history_then_increments(shown: Dashboard, screen: Screen, s
     assert frame["phases"]["roles"][0] == "vision 0"
     assert len(frame["phases"]["rows"]) == 6
     assert frame["compression"] == "compressed gradients: vision powersgd, 18 times fewer bytes"
+    assert frame["data"] == "4 ms, 2 ahead"
     assert frame["rates"]["language"]["now"] == pytest.approx(1e-3 * (1 - 8 / 1000))
 
 

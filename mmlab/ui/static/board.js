@@ -187,7 +187,7 @@ class Board {
     this.reason = make("p", { class: "mm-reason", role: "alert" });
     this.figures = {};
     const figures = [["loss", "loss"], ["held_out", "held-out loss"], ["tokens_per_s", "tokens/s"], ["images_per_s", "images/s"],
-      ["seconds", "s a step"], ["left", "left"]].map(([key, label]) => {
+      ["seconds", "s a step"], ["data", "data wait, steps ahead"], ["left", "left"]].map(([key, label]) => {
       this.figures[key] = make("b", {}, "–");
       return make("div", { class: "mm-figure" }, this.figures[key], make("span", {}, label));
     });
@@ -290,6 +290,7 @@ class Board {
     this.bar.setAttribute("aria-valuemax", frame.steps);
     this.bar.setAttribute("aria-valuenow", frame.step);
     for (const key of ["loss", "held_out", "tokens_per_s", "images_per_s", "seconds"]) put(this.figures[key], number(frame[key]));
+    put(this.figures.data, frame.data ?? "–");
     put(this.figures.left, ENDED.includes(frame.state) ? "–" : duration(frame.left));
     put(this.coded, frame.compression ?? "");
     put(this.toggle, frame.state === "paused" ? "Resume" : "Pause");

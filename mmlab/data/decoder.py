@@ -1,0 +1,166 @@
+"""Pictures of a batch decoded in the background, into one buffer."""
+
+from __future__ import annotations
+
+import mmap
+import multiprocessing
+import os
+import sys
+import tempfile
+import threading
+from collections.abc import Sequence
+from concurrent.futures import Executor, Future, ProcessPoolExecutor, ThreadPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+
+from mmlab.data.tiling import Picture
+from mmlab.data.worker import Job, decode_jobs, decode_shared, end_with_parent
+from mmlab.errors import DataError
+
+CHUNK = 8
+"""Most pictures that a decode process takes at once: handing over costs it 0.1 ms, a picture 0.4 ms or more."""
+
+
+class Batch(Protocol):
+    """Pictures on their way into one buffer."""
+
+    def done(self) -> bool:
+        """Whether all pictures are decoded."""
+
+    def result(self) -> tuple[np.ndarray, list[str]]:
+        """(uint8 [tiles, 3, S, S], why each picture could not be decoded, "" where it could); waits.
+
+        DataError when a shard cannot be read or a decode process died.
+        """
+
+    def drop(self) -> None:
+        """What has not begun is not decoded."""
+
+
+class Decoder(Protocol):
+    """Decodes batches in the background, in the order in which they are started."""
+
+    def start(self, pictures: Sequence[Picture]) -> Batch:
+        """Begin to decode pictures; their tiles lie behind one another in this order. DataError as for `result`."""
+
+    def close(self) -> None:
+        """Decode no more, and end what works in the background."""
+
+
+class SharedMemory:
+    """Bytes that decode processes map by a path, without a name that a kill -9 could leave behind: on Linux a file in
+    memory alone (memfd), which /dev/shm's size (64 MB in a container) does not bound; elsewhere a temporary file."""
+
+    def __init__(self, size: int) -> None:
+        self._file = ""
+        if sys.platform == "linux":
+            self._descriptor = os.memfd_create("mmlab-batch")
+            self.path = f"/proc/{os.getpid()}/fd/{self._descriptor}"
+        else:
+            self._descriptor, self.path = tempfile.mkstemp(prefix="mmlab-batch-")
+            self._file = self.path
+        os.truncate(self._descriptor, size)
+        self.memory = mmap.mmap(self._descriptor, size)
+
+    def close(self) -> None:
+        """No other process will map it from now on: only when none that was asked to is still to do so, since the path
+        may then name another file. The memory itself is freed with its last mapping."""
+        os.close(self._descriptor)
+        if self._file:
+            os.unlink(self._file)
+
+
+class PillowBatch:
+    """Pictures that jobs of an executor decode."""
+
+    def __init__(self, tiles: np.ndarray) -> None:
+        self.tiles = tiles
+        self.jobs: list[Future[list[str]]] = []
+
+    def done(self) -> bool:
+        """Whether all jobs are."""
+        return all(job.done() for job in self.jobs)
+
+    def result(self) -> tuple[np.ndarray, list[str]]:
+        """Waits for all jobs."""
+        try:
+            return self.tiles, [reason for job in self.jobs for reason in job.result()]
+        except BrokenProcessPool:
+            raise worker_died() from None
+
+    def drop(self) -> None:
+        """Jobs that run go on, into memory that is freed after them."""
+        for job in self.jobs:
+            job.cancel()
+
+
+def worker_died() -> DataError:
+    """What a run ends with when a decode process has."""
+    return DataError("A decode process ended abruptly (out of memory?). Set data.workers to fewer, or to 0.")
+
+
+class PillowDecoder:
+    """Decodes with Pillow in one thread (`workers` = 0) or in that many spawned processes, which hand pixels over in
+    shared memory. Results do not depend on `workers`."""
+
+    def __init__(self, shards: Sequence[Path], size: int, workers: int = 0) -> None:
+        self.shards, self.size, self.workers = shards, size, workers
+        # Spawned, never forked: a fork of a process with torch's and the engine's threads can hang.
+        self._executor: Executor = (
+            ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"), initializer=end_with_parent)
+            if workers
+            else ThreadPoolExecutor(1, thread_name_prefix="decode")
+        )
+
+    def _jobs(self, pictures: Sequence[Picture]) -> list[Job]:
+        jobs, first = [], 0
+        for picture in pictures:
+            jobs.append(Job(self.shards[picture.shard], picture.offset, picture.size, picture.grid, first))
+            first += picture.grid.tiles
+        return jobs
+
+    def start(self, pictures: Sequence[Picture]) -> PillowBatch:
+        """Hands each process a few pictures at once, the thread one."""
+        jobs = self._jobs(pictures)
+        shape = (sum(picture.grid.tiles for picture in pictures), 3, self.size, self.size)
+        if not self.workers or not jobs:
+            batch = PillowBatch(np.empty(shape, dtype=np.uint8))
+            batch.jobs = [self._executor.submit(decode_jobs, batch.tiles, [job]) for job in jobs]
+            return batch
+        shared = SharedMemory(int(np.prod(shape)))
+        batch = PillowBatch(np.frombuffer(shared.memory, dtype=np.uint8).reshape(shape))
+        chunk = min(CHUNK, -(-len(jobs) // self.workers))
+        try:
+            for i in range(0, len(jobs), chunk):
+                job = self._executor.submit(decode_shared, shared.path, shape, jobs[i : i + chunk])
+                batch.jobs.append(job)
+        except BrokenProcessPool:
+            raise worker_died() from None
+        finally:
+            _after(batch.jobs, shared)
+        return batch
+
+    def close(self) -> None:
+        """End the thread or processes."""
+        self._executor.shutdown(wait=True, cancel_futures=True)
+
+
+def _after(jobs: Sequence[Future], shared: SharedMemory) -> None:
+    """Close shared memory once no job is left that would map it."""
+    left, lock = len(jobs), threading.Lock()
+    if not left:
+        shared.close()
+
+    def one_less(_: Future) -> None:
+        nonlocal left
+        with lock:
+            left -= 1
+            last = left == 0
+        if last:
+            shared.close()
+
+    for job in jobs:
+        job.add_done_callback(one_less)

@@ -1,0 +1,89 @@
+"""Decoding ahead: how far, in which memory, and that nothing of it stays."""
+
+import gc
+import os
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from data_helpers import numbered_shards, small_plan
+
+from mmlab.data.pipeline import DataSource
+from mmlab.data.prefetch import Prefetcher
+from mmlab.train.feed import Feed
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("MMLAB_DATA", str(tmp_path / "cache"))
+
+
+def wait_until(happened):
+    deadline = time.monotonic() + 30
+    while not happened():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
+def shared_batches() -> int:
+    """Batches of pixels in memory that this process shares with others."""
+    return sum("mmlab-batch" in line for line in Path("/proc/self/maps").read_text().splitlines())
+
+
+def open_batches() -> int:
+    """Those of them that another process may still map."""
+    names = (f"/proc/self/fd/{number}" for number in os.listdir("/proc/self/fd"))
+    return sum("mmlab-batch" in os.readlink(name) for name in names if os.path.lexists(name))
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_as_many_steps_as_the_plan_says_are_held_and_the_queue_is_told(tmp_path, workers):
+    plan = small_plan(numbered_shards(tmp_path / "set"), data={"workers": workers, "prefetch": 3, "global_batch": 4})
+    mesh = SimpleNamespace(place=SimpleNamespace(vision=0, dp=0, role="vision"), control=None)
+    source = DataSource(plan)
+    feed = Feed(plan, mesh, source)
+    feed.reset(feed.cursors, 0)
+    cursors = source.start()
+    for step in range(1, 6):
+        batch = feed.batch()
+        expected, cursors = source.manifest(step, cursors)
+        assert batch.manifest == expected
+        assert torch.equal(torch.cat(list(batch.pixels.values())), source.pixels(expected, range(4))[0])
+        wait_until(lambda: feed.queued() == 3)
+        gc.collect()
+        assert shared_batches() == (3 if workers else 0)
+        feed.agree(feed.next_bad())
+    assert feed.cursors == cursors  # of what was consumed, not of what was decoded
+    again = feed.cursors
+    feed.reset(again, 5)  # as a restore does: what was decoded ahead goes
+    assert feed.batch().manifest == source.manifest(6, again)[0]
+    assert feed.queued() <= 3
+    feed.close()
+    gc.collect()
+    assert shared_batches() == 0
+    assert open_batches() == 0
+    source.close()
+
+
+def test_pixels_of_a_step_are_one_buffer_and_survive_what_comes_after(tmp_path):
+    source = DataSource(small_plan(numbered_shards(tmp_path / "set"), data={"global_batch": 8}))
+    first, after = source.manifest(1, source.start())
+    second, _ = source.manifest(2, after)
+    with Prefetcher(source, 1) as prefetcher:
+        prefetcher.submit(first, range(8))
+        pixels, _ = prefetcher.take(first)
+        places = [tensor.data_ptr() for tensor in pixels.values()]
+        assert np.ptp(np.diff(places)) == 0
+        assert len({tensor.untyped_storage().data_ptr() for tensor in pixels.values()}) == 1
+        before = torch.cat(list(pixels.values()))
+        prefetcher.submit(second, range(8))
+        prefetcher.drop()
+        prefetcher.submit(second, range(8))
+        wait_until(lambda: prefetcher.done(second))
+        prefetcher.take(second)
+        assert torch.equal(torch.cat(list(pixels.values())), before)
+        wait_until(lambda: open_batches() == 0)
+    source.close()

@@ -1,0 +1,113 @@
+"""Packs that were broken off, and two at once."""
+
+import fcntl
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+from data_helpers import encode
+from pack_helpers import captions_file, photos, tree
+from PIL import Image
+
+from mmlab.data.packing import PackOptions, pack
+from mmlab.data.packing.shelf import JOURNAL, Journal, Shelf
+from mmlab.errors import DataError
+
+__all__ = ["photos"]
+
+
+class Killed(BaseException):
+    """Stands for kill -9 between two instructions."""
+
+
+@pytest.mark.parametrize("after", range(1, 15))
+def test_a_pack_that_is_broken_off_goes_on_to_the_same_bytes(photos, tmp_path, monkeypatch, after):
+    source = captions_file(photos, "csv")
+    options = PackOptions(samples_per_shard=3, held_out=0.3)
+    pack(source, tmp_path / "whole", options)
+    left = [after]
+
+    def dying(method):
+        def act(self, *arguments):
+            left[0] -= 1
+            if left[0] == 0:
+                raise Killed
+            return method(self, *arguments)
+
+        return act
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Journal, "note", dying(Journal.note))
+        patch.setattr(Shelf, "finish", dying(Shelf.finish))
+        patch.setattr(os, "rename", dying(os.rename))
+        with pytest.raises(Killed):
+            pack(source, tmp_path / "out", options)
+    assert not (tmp_path / "out" / "manifest.json").exists()
+    if (tmp_path / "out" / JOURNAL).exists():
+        with open(tmp_path / "out" / JOURNAL, "ab") as file:
+            file.write(b'{"next": 99, "at"')  # a note that was cut short
+        if len(Journal(tmp_path / "out").read()):
+            with pytest.raises(DataError, match="unfinished pack"):
+                pack(source, tmp_path / "out", PackOptions(samples_per_shard=4))
+    pack(source, tmp_path / "out", options)
+    assert tree(tmp_path / "out") == tree(tmp_path / "whole")
+
+
+def packed_within(seconds: float, *arguments) -> bool:
+    """Run the command; kill -9 and False when it needs longer."""
+    command = [sys.executable, "-m", "mmlab.cli", "data", "pack", *map(str, arguments)]
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as process:
+        try:
+            _, said = process.communicate(timeout=seconds)
+        except subprocess.TimeoutExpired:
+            os.kill(process.pid, signal.SIGKILL)
+            return False
+        assert process.returncode == 0, said
+        return True
+
+
+@pytest.mark.slow
+def test_killed_at_any_time_with_any_workers_it_ends_with_the_same_bytes(tmp_path):
+    folder = tmp_path / "in"
+    folder.mkdir()
+    noise = os.urandom(1 << 16)
+    for number in range(1200):
+        pixels = bytes((byte + number) % 256 for byte in noise[number : number + 48 * 48 * 3])
+        (folder / f"{number:04d}.png").write_bytes(encode(Image.frombytes("RGB", (48, 48), pixels)))
+        (folder / f"{number:04d}.txt").write_text(f"noise {number}")
+    options = ("--resize", 32, "--samples-per-shard", 100, "--held-out", 0.1)
+    assert packed_within(60, folder, tmp_path / "whole", *options, "--workers", 0)
+    kills, delay = 0, 0.6
+    while not packed_within(delay, folder, tmp_path / "out", *options, "--workers", kills % 3):
+        kills += 1
+        delay += 0.15  # a start takes half a second: later kills fall later in the work
+        assert kills < 60
+    assert kills >= 2
+    assert tree(tmp_path / "out") == tree(tmp_path / "whole")
+
+
+@pytest.mark.slow
+def test_a_full_disk_is_one_sentence_and_the_same_command_goes_on(photos, tmp_path):
+    source = captions_file(photos, "csv")
+    pack(source, tmp_path / "whole", PackOptions(workers=0))
+    # A limit on the size of files stands for the full disk: the write fails in the same place.
+    limited = f"import resource, runpy, sys; resource.setrlimit(resource.RLIMIT_FSIZE, (6000, 6000)); sys.argv = ['mmlab', 'data', 'pack', {str(source)!r}, {str(tmp_path / 'out')!r}, '--workers', '0']; runpy.run_module('mmlab.cli', run_name='__main__')"  # noqa: E501
+    done = subprocess.run([sys.executable, "-c", limited], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1
+    assert "cannot be written (File too large)" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert pack(source, tmp_path / "out", PackOptions(workers=0)).samples("train") == 12
+    assert tree(tmp_path / "out") == tree(tmp_path / "whole")
+
+
+def test_two_packs_do_not_share_a_folder(photos, tmp_path):
+    out = tmp_path / "out"
+    out.mkdir()
+    handle = os.open(out, os.O_RDONLY)
+    fcntl.flock(handle, fcntl.LOCK_EX)
+    with pytest.raises(DataError, match="another process packs into it"):
+        pack(captions_file(photos, "csv"), out)
+    os.close(handle)
+    assert list(out.iterdir()) == []
