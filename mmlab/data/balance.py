@@ -16,7 +16,7 @@ def balance(manifest: StepManifest) -> dict[str, Any]:
     With a bucket window `unbucketed` has both for the samples that the step would have without one, dealt in order,
     and `total`, their tokens. `over`: tokens by which the fullest microbatch is over the token budget, where it is.
     """
-    told = _spread(manifest)
+    told: dict[str, Any] = _spread(manifest)
     split = manifest.split
     if manifest.unbucketed:
         in_order = replace(split, even=False, budget=0)

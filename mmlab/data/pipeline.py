@@ -151,8 +151,8 @@ class DataSource:
         return sum(len(index) for index in self.indexes)
 
     def identity(self) -> dict[str, Any]:
-        """What the order of samples depends on, as JSON values: shards (paths), which kind of sample is read from each, the
-        bucket window, and what `Order.identity` says."""
+        """What the order of samples depends on, as JSON values: shards (paths), which kind of sample is read from each,
+        the bucket window, and what `Order.identity` says."""
         shards = [str(path) for path in self.shards]
         told = {"shards": shards, "kinds": self.kinds, "bucket_window": self.buckets.window}
         return told | self.order.identity()

@@ -142,7 +142,7 @@ def test_other_data_after_a_restore_is_named(run):
     run.steps(1, 2)
     run.identity = run.identity | {"sizes": [7, 12, 6]}
     run.begin("two", "one", 2)
-    assert run.read().problems == ["the data set, its lanes or its seed changed between lineages"]
+    assert run.read().problems == ["the data set, its lanes, its seed or its windows changed between lineages"]
 
 
 def test_a_run_without_a_step_has_no_ledger(tmp_path):

@@ -53,6 +53,8 @@ RULES: tuple[Rule, ...] = (
     general.lanes,
     general.mixture,
     data.tiles,
+    data.buckets,
+    data.token_budget,
     cluster.shared_memory,
     lora.lora_targets,
     lora.lora_rank,
