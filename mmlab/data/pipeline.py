@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import math
 import threading
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Literal
@@ -32,6 +32,7 @@ from mmlab.data.manifest import ManifestSample, Split, StepManifest
 from mmlab.data.mixture import mix
 from mmlab.data.order import Order, Position
 from mmlab.data.packed import IGNORE, PackedText, TextSequence, pack
+from mmlab.data.remote import shown_name
 from mmlab.data.resume import Resume
 from mmlab.data.shards import ShardFiles
 from mmlab.data.sources import find_sources, find_tokenizer
@@ -112,18 +113,19 @@ class DataSource:
         budget, parts = self.split.budget, self.split.dp * self.split.microbatches
         if not budget:
             return
-        total = 0
+        tokens, sizes = Counter[int](), Counter[int]()
         for shard, index in enumerate(self.indexes):
             for number in range(len(index)):
                 length = self._sample(LaneItem(shard, number, 0, 0)).length
-                total += length
+                tokens[self.order.source_of(shard)] += length
                 if length > budget:
                     raise DataError(
                         f'data.token_budget = {budget}: sample "{self.shards[shard].name}/{index.keys[number]}" alone '
                         f"has {length} tokens. Set data.token_budget={length} or more, or data.seq_len={budget}."
                     )
-        # The mean over all samples: which come more often by their weights changes little of what cannot be.
-        mean = total / len(self) * self.global_batch
+            sizes[self.order.source_of(shard)] += len(index)
+        weights = self.order.weights
+        mean = sum(tokens[k] / sizes[k] * weight for k, weight in enumerate(weights)) / sum(weights) * self.global_batch
         if mean > budget * parts:
             raise DataError(
                 f"data.token_budget = {budget}: {self.global_batch} samples have {mean:.0f} tokens on average, more "
@@ -197,7 +199,7 @@ class DataSource:
         is_json, offset, size = index.texts[sample.index].tolist()
         raw = self.files.read(sample.shard, offset, size)
         images = len(index.images_of(sample.index))
-        where = f'{self.shards[sample.shard]}: sample "{index.keys[sample.index]}"'
+        where = f'{shown_name(self.shards[sample.shard])}: sample "{index.keys[sample.index]}"'
         parsed = parse_json(raw, images, where) if is_json else (parse_caption(raw.decode(), images, where), False)
         if parsed is None:
             raise DataError(f"{where}: changed since its index was made. Start the run again.")

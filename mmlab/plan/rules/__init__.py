@@ -18,6 +18,7 @@ from mmlab.plan.rules import (
     model,
     onebit,
     pipeline,
+    remote,
     sequence,
     sharding,
 )
@@ -55,6 +56,7 @@ RULES: tuple[Rule, ...] = (
     data.tiles,
     data.buckets,
     data.token_budget,
+    remote.addresses,
     cluster.shared_memory,
     lora.lora_targets,
     lora.lora_rank,
