@@ -19,7 +19,10 @@ Kinds and what they carry beside `t` (seconds since the epoch), `kind`, `lineage
   have left out so far, null where not finite), dense (bytes that its ranks would hand over without), kept
   (bytes that they keep between steps), and in a measured step error (||reduced - dense|| / ||dense||)}}
 - `command`: id, verb, args, ok, ranks, message
-- `checkpoint`: name, path, seconds, bytes; `restore`: name, from_step, values {live key: as saved}
+- `checkpoint`: once it is complete, which for one written in the background is some steps later than its step: name,
+  path, seconds (from the boundary to the manifest), stall (seconds for which the run was held up), bytes,
+  shared_bytes (of frozen modules that it refers to), periodic, reason (command, end, every N steps, ...)
+- `restore`: name, from_step, values {live key: as saved}
 - `recovery`, twice for each: done (false when it begins, true when the next generation has done its first step),
   reason (the failure in a sentence), cause (a failure's kind), rank, role, phase, attempt k of (`of`) n, generation
   (the one that follows), restore (the checkpoint asked for, null for the beginning), evidence (what the doctor saw of a

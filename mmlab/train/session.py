@@ -102,10 +102,11 @@ class Session:
 
     def start(self, restore: str | None) -> None:
         """From the beginning, or from a checkpoint's name ("latest" for the newest); all ranks together."""
+        self.saves.begin()
         if restore is None:
             self.begin_lineage("", 0, self.feed.cursors)
         elif not self.relayout.arrive(restore):
-            self.saves.load(None, "" if restore == "latest" else restore)
+            self.saves.go_on(restore)
             steps = self.plan.train.steps  # the length of the run is not the checkpoint's, but what was last asked for
             if self.mesh.place.rank == 0:
                 steps = planned_steps(read_events(self.paths.events)[0], steps)
@@ -121,7 +122,7 @@ class Session:
         began = time.perf_counter()
         with self.watch.timed("data"):
             batch = self.feed.batch()
-        ride = Ride(self.listener.waiting, self.feed.next_bad, self.plan.data.global_batch, self.feed.queued)
+        ride = Ride(self._wanted, self.feed.next_bad, self.plan.data.global_batch, self.feed.queued)
         result = self.runner.train(self.plan, number, batch, ride)
         self.feed.agree(result.next_bad)
         self.watch.end_step()
@@ -135,6 +136,10 @@ class Session:
             self._name_bad(number, [batch.manifest.samples[position].key for position in sorted(batch.bad)])
         self._emit_step(result, time.perf_counter() - began, batch.manifest)
         self._after_step(result)
+
+    def _wanted(self) -> bool:
+        """Whether the boundary has something from rank 0 for all ranks: commands, or a save by the clock."""
+        return self.listener.waiting() or self.saves.clock_due()
 
     def _name_bad(self, number: int, keys: list[str]) -> None:
         """Events for the undecodable images of a step; why is known to the rank that tried. All ranks together."""
@@ -290,7 +295,7 @@ class Session:
         name = args.get("name") or ""
         if not isinstance(name, str):
             raise PlanError(f"checkpoint takes a name, not {name!r}")
-        return self.saves.save(name, periodic=False)
+        return self.saves.save(name, periodic=False, reason="command")
 
     def _restore(self, args: dict[str, Any]) -> str:
         step = args.get("step")
@@ -321,6 +326,7 @@ class Session:
 
     def close(self) -> None:
         """End helpers of this rank."""
+        self.saves.close()
         self.runner.close()
         self.feed.close()
         self.evaluator.close()
