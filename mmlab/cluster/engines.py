@@ -32,6 +32,7 @@ from mmlab.cluster.queue import Queue
 from mmlab.cluster.registry import LabConfig, registry, remove_files
 from mmlab.errors import LabError
 from mmlab.messages.files import process_alive, read_json
+from mmlab.messages.notices import Notice
 
 TICK = 0.1
 """Seconds between looks at who has registered."""
@@ -72,6 +73,8 @@ class Engines:
         self.host = host
         self.log = log
         self.wanted = config.engines
+        self.notices: list[Notice] = []
+        """What is about to be taken away."""
         self.problem = ""
         self.job_ids: list[str] = []
         self.cluster: ipp.Cluster | None = None
@@ -98,9 +101,14 @@ class Engines:
         return bool(self.config.profile)
 
     def up(self) -> list[EngineInfo]:
-        """The engines that answered and live, by ipyparallel's id."""
+        """The engines that answered, live and stay, by ipyparallel's id."""
         with self._lock:
-            return sorted((engine for engine in self._up if not self.lost(engine)), key=lambda engine: engine.id)
+            there = [engine for engine in self._up if not self.lost(engine) and not self.leaving(engine)]
+        return sorted(there, key=lambda engine: engine.id)
+
+    def leaving(self, engine: EngineInfo) -> bool:
+        """Whether an engine is about to be taken away: it gets no rank."""
+        return any(notice.about(engine.host, engine.pid, engine.started) for notice in self.notices)
 
     def lost(self, engine: EngineInfo) -> bool:
         """Whether an engine has ended, as of the last `look`."""

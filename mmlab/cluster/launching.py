@@ -31,7 +31,8 @@ from mmlab.messages import (
     write_failure,
     write_json,
 )
-from mmlab.messages.moves import moving_on, rescue_move, take_plan
+from mmlab.messages.moves import Move, forget_move, moving_on, rescue_move, take_plan
+from mmlab.messages.notices import read_notices
 from mmlab.plan import Plan
 
 SURVIVORS = 1.0
@@ -124,7 +125,10 @@ def go_on(run: ActiveRun) -> ActiveRun:
         rescue_move(run.paths)
     info = read_json(run.paths.run) or {}
     world = Plan.load(run.paths.plan).world_size
-    following = ActiveRun(run.paths, run.generation + 1, run.again.restore, world)
+    restore = run.again.restore
+    if restore == "latest" and not any(run.paths.checkpoints.glob("*/manifest.json")):
+        restore = None
+    following = ActiveRun(run.paths, run.generation + 1, restore, world)
     following.read()
     following.state = "queued"
     more = {"generation": following.generation, "world_size": world, "engines": []}
@@ -275,7 +279,7 @@ def watch(run: ActiveRun, engines: Engines) -> None:
     if run.ended or not run.engines:
         return
     if move := moving_on(run.paths, run.generation):
-        run.again = Again(move.name, move.reason)
+        _move_on(run, engines, move)
         return
     for rank, engine in enumerate(run.engines):
         if engines.lost(engine):
@@ -293,6 +297,18 @@ def watch(run: ActiveRun, engines: Engines) -> None:
         run.step = first.step
         run.emit("state", state="failed", reason=first.sentence(), cause=first.kind, **where)
         run.state = "failed"
+
+
+def _move_on(run: ActiveRun, engines: Engines, move: Move) -> None:
+    """The ranks have left with their state: the next generation begins, on engines that nobody takes away."""
+    if move.notice:
+        engines.notices = [notice for notice in read_notices(run.paths) if notice.kind == "leave"]
+        if any(notice.pid is None and notice.host == engines.host for notice in engines.notices):
+            forget_move(run.paths)
+            run.emit("state", state="stopped", reason=f"{move.notice}; so is this lab, with it: restore it elsewhere")
+            run.state = "stopped"
+            return
+    run.again = Again(move.name or "latest", move.reason)
 
 
 def _notice_left(run: ActiveRun) -> None:

@@ -27,8 +27,6 @@ class Relayout:
 
     def __init__(self, session: Session) -> None:
         self.session = session
-        self.begun: str | None = None
-        """The name of the state that the next generation takes up; None while this one goes on."""
 
     def begin(self, args: Mapping[str, Any]) -> str:
         """Leave this step's state for a generation in another layout, in memory where it fits, else on disk.
@@ -59,7 +57,7 @@ class Relayout:
                 shutil.rmtree(folder, ignore_errors=True)
         if problem := here.channel.share(problem):
             raise CheckpointError(problem)
-        self.begun = name
+        here.moving = True
         return move.reason
 
     def _check_world(self, new: Plan) -> None:
@@ -114,14 +112,17 @@ class Relayout:
         if found is None:
             return False
         move = Move(**found)
-        here.saves.take(Path(move.folder))
+        _, values = here.saves.take(Path(move.folder))
         here.steering.paused, here.steering.remaining = move.paused, move.remaining
         here.channel.gather(True)  # every rank has read its part
         if first:
             with contextlib.suppress(OSError):
-                if not move.memory:
+                if not move.memory and not move.notice:
                     shutil.rmtree(move.folder)
                 forget_move(here.paths)
+        if move.notice:
+            here.emit("restore", step=move.step, name=move.name, from_step=move.step, values=values)
+            return True
         here.emit(
             "relayout", step=move.step, name=move.name, changes=move.changes, before=move.before, after=move.after,
             generation=move.generation, through="memory" if move.memory else "disk", bytes=move.bytes,

@@ -25,6 +25,8 @@ class Saves:
     def __init__(self, session: Session) -> None:
         self.session = session
         self._saved: tuple[str, int] | None = None
+        self.last_seconds = 0.0
+        """What the last save took (rank 0); 0 before the first."""
 
     def save(self, name: str, periodic: bool) -> str:
         """Save a checkpoint of this step; all ranks together. CheckpointError when it fails.
@@ -44,6 +46,7 @@ class Saves:
         manifest = self.write(folder, here.plan, periodic)
         self._saved = self._saved if name else (here.lineage, step)
         if here.mesh.place.rank == 0:
+            self.last_seconds = manifest["seconds"]
             took = {"seconds": round(manifest["seconds"], 3), "bytes": manifest["bytes"]}
             here.emit("checkpoint", step=step, name=folder.name, path=str(folder), **took)
             checkpoint.prune(here.paths.checkpoints, here.plan.checkpoint.keep_last)

@@ -23,6 +23,7 @@ from mmlab.train.build import Built, communication
 from mmlab.train.control import Aborted, Boundary, Channel, Listener
 from mmlab.train.evaluate import Evaluator
 from mmlab.train.feed import Feed
+from mmlab.train.leaving import Leaving
 from mmlab.train.relayout import Relayout
 from mmlab.train.reported import Coded, StepResult
 from mmlab.train.runner import make_runner
@@ -71,12 +72,16 @@ class Session:
         self.lineage = ""
         self.saves = Saves(self)
         self.relayout = Relayout(self)
+        self.moving = False
+        """Whether the next generation takes over, in another layout or on other engines."""
+        self.members: list[dict[str, Any]] = []
+        """Every rank's {"rank", "role", "pid", "host"}, once all are there."""
         self.applying = ""
         """Id of the command that is being applied."""
         self._verbs: dict[str, Callable[[dict[str, Any]], str]] = {
             "pause": self._pause, "resume": self._resume, "step": self._step_n, "set": self._set,
             "measure": self._measure, "checkpoint": self._checkpoint, "restore": self._restore,
-            "relayout": self.relayout.begin, "stop": self._stop, "abort": self._abort,
+            "relayout": self.relayout.begin, "leave": Leaving(self).leave, "stop": self._stop, "abort": self._abort,
         }  # fmt: skip
 
     def emit(self, kind: str, **fields: Any) -> None:
@@ -189,7 +194,7 @@ class Session:
             commands = self.boundary.commands(wait=self.steering.paused and not self.commands_wait)
             self.commands_wait = False
             for command in commands:
-                if self.relayout.begun is None:  # what comes after is the next generation's
+                if not self.moving:  # what comes after is the next generation's
                     self._apply(command)
         self.watch.enter("control")
 
@@ -217,8 +222,8 @@ class Session:
 
     @property
     def over(self) -> bool:
-        """Whether this generation does no further step, though steps may be left: stopped, or on to another layout."""
-        return self.steering.stopped or self.relayout.begun is not None
+        """Whether this generation does no further step, though steps may be left: stopped, or on to the next generation."""
+        return self.steering.stopped or self.moving
 
     @property
     def state(self) -> str:

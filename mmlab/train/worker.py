@@ -186,7 +186,7 @@ def _run(plan: Plan, paths: RunPaths, mesh: Mesh, watch: Watch, listener: Listen
         mine = {"rank": job.rank, "role": mesh.place.label, "pid": os.getpid(), "host": socket.gethostname()}
         found = session.channel.gather([mine, mesh.transports])
         transport = _say_transport(session, {text for _, texts in found for text in texts})
-        ranks = [rank for rank, _ in found]
+        session.members = ranks = [rank for rank, _ in found]
         session.emit(
             "state", step=session.steering.step, state=session.state, reason="", ranks=ranks, transport=transport
         )  # fmt: skip

@@ -54,6 +54,7 @@ RULES: tuple[Rule, ...] = (
     general.mixture,
     data.tiles,
     cluster.shared_memory,
+    cluster.anchors,
     lora.lora_targets,
     lora.lora_rank,
     lora.lora_frozen,
