@@ -125,7 +125,7 @@ def go_on(run: ActiveRun) -> ActiveRun:
         rescue_move(run.paths)
     info = read_json(run.paths.run) or {}
     world = Plan.load(run.paths.plan).world_size
-    restore = run.again.restore
+    restore: str | None = run.again.restore
     if restore == "latest" and not any(run.paths.checkpoints.glob("*/manifest.json")):
         restore = None
     following = ActiveRun(run.paths, run.generation + 1, restore, world)

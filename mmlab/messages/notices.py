@@ -58,7 +58,7 @@ def write_notice(paths: RunPaths, notice: Notice) -> None:
 def _read(path: Path) -> Notice | None:
     found = read_json(path)
     try:
-        return Notice(**found)
+        return Notice(**found) if isinstance(found, dict) else None
     except TypeError:  # not a notice
         return None
 

@@ -26,7 +26,7 @@ class Leaving:
     def leave(self, args: Mapping[str, Any]) -> str:
         """Obey a notice (its fields): save, unless the time is too short for that, and leave unless it is advice."""
         here, notice = self.session, Notice(**args)
-        ranks = [m["rank"] for m in here.members if notice.about(m["host"], m["pid"])]
+        ranks = [m["rank"] for m in here.members if notice.about(m["host"], m["pid"], m["started"])]
         if not ranks:
             return f"no rank of the run is on {notice.where}"
         deadline = notice.deadline or notice.time + here.plan.cluster.grace

@@ -222,7 +222,7 @@ class Session:
 
     @property
     def over(self) -> bool:
-        """Whether this generation does no further step, though steps may be left: stopped, or on to the next generation."""
+        """Whether this generation does no further step, though steps may be left: stopped, or on to the next one."""
         return self.steering.stopped or self.moving
 
     @property

@@ -29,6 +29,7 @@ from mmlab.messages import (
     RunPaths,
     claim_report,
     process_alive,
+    process_started,
     read_abort,
     read_aborted,
     read_beacons,
@@ -183,7 +184,8 @@ def _run(plan: Plan, paths: RunPaths, mesh: Mesh, watch: Watch, listener: Listen
     session = Session(plan, paths, mesh, built, watch, listener)
     try:
         session.start(job.restore)
-        mine = {"rank": job.rank, "role": mesh.place.label, "pid": os.getpid(), "host": socket.gethostname()}
+        mine = {"rank": job.rank, "role": mesh.place.label, "pid": os.getpid(), "host": socket.gethostname(),
+                "started": process_started(os.getpid())}  # fmt: skip
         found = session.channel.gather([mine, mesh.transports])
         transport = _say_transport(session, {text for _, texts in found for text in texts})
         session.members = ranks = [rank for rank, _ in found]

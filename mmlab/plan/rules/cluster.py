@@ -34,11 +34,9 @@ def anchors(plan: Plan) -> Iterator[Problem]:
     right = tuple(sorted({rank for rank in named if rank < world}))
     if len(right) < len(named):
         outside = [rank for rank in named if rank >= world]
-        message = (
-            f"there are no ranks {outside}: the plan has {world}, from 0 on." if outside else "a rank comes twice."
-        )
+        said = f"there are no ranks {outside}: the plan has {world}, from 0 on." if outside else "a rank comes twice."
         fix = Fix("name those there are", (f"cluster.anchors={list(right)}",))
-        yield Problem("cluster.anchors", message, fix)
+        yield Problem("cluster.anchors", said, fix)
 
 
 def shared_memory(plan: Plan) -> Iterator[Problem]:
