@@ -20,9 +20,10 @@ from pathlib import Path
 from typing import Any
 
 from mmlab.cluster.engine_main import KEEPER
-from mmlab.cluster.engines import Engines
-from mmlab.cluster.launching import ActiveRun, Stopped, bring_and_send, go_on, launch, refuse, take_over, watch
+from mmlab.cluster.engines import EngineLost, Engines
+from mmlab.cluster.launching import ActiveRun, Stopped, bring_and_send, go_on, launch, refuse, take_over
 from mmlab.cluster.processes import MARK, end_all
+from mmlab.cluster.recovery import recover
 from mmlab.cluster.registry import (
     LabConfig,
     LabPaths,
@@ -32,8 +33,9 @@ from mmlab.cluster.registry import (
     this_process,
     write_private,
 )
+from mmlab.cluster.watching import watch
 from mmlab.errors import MmlabError
-from mmlab.messages import Command
+from mmlab.messages import Command, Failure
 from mmlab.messages.files import process_alive, read_json
 from mmlab.messages.moves import rescue_move
 
@@ -132,6 +134,9 @@ class Keeper:
                 run.emit("state", state="stopped", reason="stopped before it started")
             except Exception as error:
                 self.log.exception("launch of %s", run.paths.root)
+                if isinstance(error, EngineLost) and run.cluster.max_recoveries:  # before any rank was told to start
+                    recover(run, self.engines, Failure(0, "rank 0", "start", run.step, "lost", str(error)))
+                    continue
                 known = isinstance(error, MmlabError)
                 text = str(error) if known else f"{type(error).__name__}: {error}"
                 run.emit("state", state="failed", reason=text, cause="input" if known else "exception")

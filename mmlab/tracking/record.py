@@ -173,7 +173,8 @@ class RunRecord:
         if state not in ENDED and (move := moving_on(self.paths, generation)):
             state, reason = "starting", move.reason
         elif state not in ENDED and (failure := self._failure(generation, beacons, state)):
-            state, reason = "failed", failure
+            recovers = self._recovers(info, generation)
+            state, reason = ("starting", f"about to recover: {failure}") if recovers else ("failed", failure)
         ranks = [self._rank(beacon, info, state) for beacon in beacons]
         return {"state": state, "reason": reason, "generation": generation, "ranks": ranks}
 
@@ -211,6 +212,19 @@ class RunRecord:
         if state in LIVE and all_left(beacons, self.info.get("world_size", -1)):
             return LEFT_UNSAID
         return "the lab that was running it has ended" if self._lab_ended() else ""
+
+    def _recovers(self, info: dict[str, Any], generation: int) -> bool:
+        """Whether a keeper that lives decides what becomes of a failure: until it has spoken, the run has not failed.
+
+        What the user's input is at fault for is not recovered from.
+        """
+        keeper = info.get("keeper")
+        if not info.get("recovers") or not keeper:
+            return False
+        failures = read_failures(self.paths.failures, generation)
+        if failures and failures[0].kind == "input":
+            return False
+        return keeper["host"] != self._host or process_alive(keeper["pid"], keeper["started"])
 
     def _lab_ended(self) -> bool:
         """Whether the run was a lab's (`run.json`: lab {"root", "host"}, keeper) that is gone from this host."""

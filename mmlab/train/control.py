@@ -36,8 +36,17 @@ SIGN_OF_LIFE = 5.0
 """Seconds between broadcasts during a pause: far below the groups' timeout, so a pause may last for days."""
 
 
-class Aborted(BaseException):
-    """The run was aborted. Not an Exception, so that nothing on the way takes it for an error that it can handle."""
+class Interrupted(BaseException):
+    """The training thread is to leave. Not an Exception, so that nothing on the way takes it for an error that it can
+    handle."""
+
+
+class Aborted(Interrupted):
+    """The run was aborted."""
+
+
+class Hung(Interrupted):
+    """The keeper found that the others wait for this rank."""
 
 
 class Channel:
@@ -90,7 +99,7 @@ class Listener:
         self._thread.start()
 
     def _run(self) -> None:
-        since, moved = 0.0, 0.0
+        since, moved, hung = 0.0, 0.0, False
         while not self._stop.wait(POLL):
             self._vitals.look()
             folders = (self.paths.control, self.paths.notices) if self.rank == 0 else ()
@@ -101,11 +110,15 @@ class Listener:
             moved = moved or (time.monotonic() if moving_on(self.paths, self.generation) else 0.0)
             if moved and time.monotonic() - moved > LEAVE:  # a rank died after the state was whole
                 self.connections.cut()
-            others = [f for f in read_failures(self.paths.failures, self.generation) if f.rank != self.rank]
-            if others or self.aborted is not None:  # at every look: who had not joined yet opens connections later
+            failures = read_failures(self.paths.failures, self.generation)
+            others = [failure for failure in failures if failure.rank != self.rank]
+            if not hung and any(f.rank == self.rank and f.kind == "hung" for f in failures):
+                hung, since = True, time.monotonic()
+            if others or hung or self.aborted is not None:  # each time: who had not joined yet opens connections later
                 self.connections.cut()
-            if self.aborted is not None and time.monotonic() - since > UNWIND:
-                self._interrupt()
+                self._waiting.set()  # a pause that waits for a command
+            if (self.aborted is not None or hung) and time.monotonic() - since > UNWIND:
+                self._interrupt(Hung if self.aborted is None else Aborted)
                 since = time.monotonic()
 
     def _find_abort(self) -> Command | None:
@@ -118,15 +131,15 @@ class Listener:
                     write_aborted(self.paths.failures, self.generation, found)
         return found
 
-    def _interrupt(self) -> None:
-        """Raise Aborted in the training thread, wherever its Python code is: it is in no call that could be cut."""
+    def _interrupt(self, error: type[Interrupted]) -> None:
+        """Raise an error in the training thread, wherever its Python code is: it is in no call that could be cut."""
         with self._lock:
             if self._interruptible:
                 thread = ctypes.c_ulong(self._vitals.thread)
-                ctypes.pythonapi.PyThreadState_SetAsyncExc(thread, ctypes.py_object(Aborted))
+                ctypes.pythonapi.PyThreadState_SetAsyncExc(thread, ctypes.py_object(error))
 
     def uninterruptible(self) -> None:
-        """From now on the training thread tidies up: an abort no longer raises in it. May raise Aborted a last time."""
+        """From now on the training thread tidies up: nothing is raised in it. May raise Interrupted a last time."""
         with self._lock:
             self._interruptible = False
 

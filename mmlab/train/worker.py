@@ -45,7 +45,7 @@ from mmlab.parallel.watch import Watch
 from mmlab.plan import Layout, Plan
 from mmlab.train.balance import settle
 from mmlab.train.build import build
-from mmlab.train.control import Aborted, Listener
+from mmlab.train.control import Aborted, Interrupted, Listener
 from mmlab.train.job import Job
 from mmlab.train.loop import train
 from mmlab.train.session import Session
@@ -141,7 +141,7 @@ def run_worker(job: Job, fault: Fault | None = None) -> str:
             state = _run(plan, paths, mesh, watch, listener, job)
         except BaseException as error:
             state = _end_early(job, paths, watch, listener, error)
-    except Aborted as late:  # raised by the control thread just when something else had ended the run
+    except Interrupted as late:  # raised by the control thread just when something else had ended the run
         state = _end_early(job, paths, watch, listener, late)
     finally:
         listener.close()
@@ -287,8 +287,11 @@ def _fail(job: Job, paths: RunPaths, watch: Watch, connections: Connections, err
     failure = Failure(job.rank, role, watch.phase, watch.step, _kind(error), _describe(error, watch, role), details)
     traceback.clear_frames(error.__traceback__)  # frames hold the old model and groups (design, decision 11)
     with contextlib.suppress(OSError):
-        write_failure(paths.failures, job.generation, failure)
+        if not any(known.rank == job.rank for known in read_failures(paths.failures, job.generation)):
+            write_failure(paths.failures, job.generation, failure)  # else the keeper has said what is wrong with it
     connections.cut()  # also where the disk is full: nobody waits for this rank
+    if job.recovers and failure.kind != "input":
+        return  # the keeper says what becomes of the run
     with contextlib.suppress(OSError):
         first = _first_cause(paths, job.generation, failure)
         if claim_report(paths.failures, job.generation):

@@ -135,7 +135,16 @@ def _overflow(event: Event) -> str:
     return f"step {event.get('step')} left out: overflow in {modules}; loss scale now {number(event.get('loss_scale'))}"
 
 
+def _recovery(event: Event) -> str:
+    if not event.get("done"):
+        return f"recovery {event.get('attempt')} of {event.get('of')}: {event.get('reason')}"
+    replaced = event.get("replaced") or {}
+    engines = f", rank {', '.join(replaced)} on another engine" if replaced else ""
+    return f"recovered in {event.get('seconds', 0.0):.1f} s{engines}"
+
+
 _WORDS = {
+    "recovery": _recovery,
     "state": _state,
     "lineage": _lineage,
     "command": _command,
@@ -143,6 +152,7 @@ _WORDS = {
     "checkpoint": _checkpoint,
     "restore": lambda event: f"restored {event.get('name')} of step {event.get('from_step')}",
     "relayout": _relayout,
+    "notice": lambda event: str(event.get("message")),
     "samples": lambda event: f"wrote text for {len(event.get('items') or [])} held-out pictures",
     "bad_image": lambda event: f"image of {event.get('sample')} cannot be decoded: {event.get('reason')}",
     "overflow": _overflow,
