@@ -22,6 +22,7 @@ from mmlab.errors import LabError
 from mmlab.messages import ENDED, Failure, RunPaths, process_started, write_failure
 from mmlab.messages.events import last_state
 from mmlab.messages.notices import SIGNALS, Notice, write_notice
+from mmlab.train.spot import expendable
 
 if TYPE_CHECKING:
     from mmlab.train.job import Job
@@ -123,6 +124,10 @@ class Engine:
             before(number, frame)
         elif number == signal.SIGTERM:
             os._exit(128 + number)
+
+    def expendable(self, notices: str) -> bool:
+        """Whether this host may be taken away at any time; `notices` says whose metadata server to ask."""
+        return expendable(notices)
 
     @property
     def busy(self) -> bool:

@@ -15,7 +15,6 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Coroutine, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +25,7 @@ from ipyparallel.util import connect
 from traitlets.config import Config
 
 from mmlab.cluster.engine import call
+from mmlab.cluster.engine_info import EngineInfo, EngineLost
 from mmlab.cluster.engine_main import CONNECTION
 from mmlab.cluster.processes import Tracked, end_all, tracked, with_descendants
 from mmlab.cluster.queue import Queue
@@ -42,25 +42,6 @@ CONTROLLER = 7 * 24 * 3600.0
 """Seconds that a controller which itself waits in a batch queue may take to come up."""
 ANSWER = 60.0
 """Seconds in which an engine answers a call that needs no work of it."""
-
-
-@dataclass(frozen=True)
-class EngineInfo:
-    """One engine: ipyparallel's id, and its process; `local` where this host can see that process."""
-
-    id: int
-    pid: int
-    started: float
-    host: str
-    local: bool
-
-
-class EngineLost(LabError):
-    """An engine's process ended while it was asked for something."""
-
-    def __init__(self, engine: EngineInfo, what: str) -> None:
-        super().__init__(f"engine {engine.id} (pid {engine.pid} on {engine.host}) {what}")
-        self.engine = engine
 
 
 class Engines:
@@ -103,12 +84,8 @@ class Engines:
     def up(self) -> list[EngineInfo]:
         """The engines that answered, live and stay, by ipyparallel's id."""
         with self._lock:
-            there = [engine for engine in self._up if not self.lost(engine) and not self.leaving(engine)]
+            there = [engine for engine in self._up if not self.lost(engine) and not engine.leaving(self.notices)]
         return sorted(there, key=lambda engine: engine.id)
-
-    def leaving(self, engine: EngineInfo) -> bool:
-        """Whether an engine is about to be taken away: it gets no rank."""
-        return any(notice.about(engine.host, engine.pid, engine.started) for notice in self.notices)
 
     def lost(self, engine: EngineInfo) -> bool:
         """Whether an engine has ended, as of the last `look`."""

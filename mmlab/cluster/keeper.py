@@ -19,8 +19,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from mmlab.cluster.engine_info import EngineLost
 from mmlab.cluster.engine_main import KEEPER
-from mmlab.cluster.engines import EngineLost, Engines
+from mmlab.cluster.engines import Engines
 from mmlab.cluster.launching import ActiveRun, Stopped, bring_and_send, go_on, launch, refuse, take_over
 from mmlab.cluster.processes import MARK, end_all
 from mmlab.cluster.recovery import recover

@@ -49,6 +49,7 @@ from mmlab.train.control import Aborted, Interrupted, Listener
 from mmlab.train.job import Job
 from mmlab.train.loop import train
 from mmlab.train.session import Session
+from mmlab.train.spot import SpotWatch
 
 Fault = Callable[[int, int, str], None]
 """A scripted fault: called with (rank, step, phase) whenever a phase begins."""
@@ -182,6 +183,7 @@ def _run(plan: Plan, paths: RunPaths, mesh: Mesh, watch: Watch, listener: Listen
     built = build(plan, mesh)  # DeepSpeed makes groups of its own
     listener.connections.mark()
     session = Session(plan, paths, mesh, built, watch, listener)
+    spot = None
     try:
         session.start(job.restore)
         mine = {"rank": job.rank, "role": mesh.place.label, "pid": os.getpid(), "host": socket.gethostname(),
@@ -189,6 +191,8 @@ def _run(plan: Plan, paths: RunPaths, mesh: Mesh, watch: Watch, listener: Listen
         found = session.channel.gather([mine, mesh.transports])
         transport = _say_transport(session, {text for _, texts in found for text in texts})
         session.members = ranks = [rank for rank, _ in found]
+        if plan.cluster.notices != "none" and mine == next(m for m in ranks if m["host"] == mine["host"]):
+            spot = SpotWatch(paths, plan.cluster.notices)  # one a host is enough
         session.emit(
             "state", step=session.steering.step, state=session.state, reason="", ranks=ranks, transport=transport
         )  # fmt: skip
@@ -203,6 +207,8 @@ def _run(plan: Plan, paths: RunPaths, mesh: Mesh, watch: Watch, listener: Listen
         listener.uninterruptible()  # an abort does not interrupt the tidying up
         raise
     finally:
+        if spot is not None:
+            spot.close()
         session.close()
 
 

@@ -8,7 +8,7 @@ import pytest
 from test_launching import Described, start
 
 from mmlab.cluster import watching
-from mmlab.cluster.engines import EngineInfo
+from mmlab.cluster.engine_info import EngineInfo
 from mmlab.cluster.launching import choose, go_on, take_over
 from mmlab.cluster.watching import watch
 from mmlab.messages import Beacon, EventLog, Failure, Inbox, read_events, read_failures, read_json, write_failure
