@@ -20,6 +20,7 @@ from mmlab.plan.compression import OPTIONS, checked
 from mmlab.plan.keys import flatten, get
 from mmlab.plan.schema import MODULES
 from mmlab.train.build import Built, communication
+from mmlab.train.chaos import Chaos
 from mmlab.train.control import Aborted, Boundary, Channel, Listener
 from mmlab.train.evaluate import Evaluator
 from mmlab.train.feed import Feed
@@ -82,6 +83,7 @@ class Session:
             "pause": self._pause, "resume": self._resume, "step": self._step_n, "set": self._set,
             "measure": self._measure, "checkpoint": self._checkpoint, "restore": self._restore,
             "relayout": self.relayout.begin, "leave": Leaving(self).leave, "stop": self._stop, "abort": self._abort,
+            "chaos": Chaos(watch, mesh.place.rank, mesh.world_size).act,
         }  # fmt: skip
 
     def emit(self, kind: str, **fields: Any) -> None:

@@ -83,6 +83,8 @@ def command_text(verb: str, args: dict[str, Any]) -> str:
         return "relayout " + ", ".join(f"{key} = {_value(value)}" for key, value in args.get("changes", {}).items())
     if verb == "step":
         return f"step {args.get('n', 1)}"
+    if verb == "chaos":
+        return "chaos " + ", ".join(f"{key}={value}" for key, value in args.items())
     if verb == "checkpoint" and args.get("name"):
         return f"checkpoint {args['name']}"
     if verb == "restore":

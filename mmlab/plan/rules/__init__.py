@@ -18,6 +18,7 @@ from mmlab.plan.rules import (
     model,
     onebit,
     pipeline,
+    remote,
     sequence,
     sharding,
 )
@@ -53,6 +54,7 @@ RULES: tuple[Rule, ...] = (
     general.lanes,
     general.mixture,
     data.tiles,
+    remote.addresses,
     cluster.shared_memory,
     cluster.anchors,
     lora.lora_targets,
