@@ -10,8 +10,8 @@ import time
 
 from mmlab.cluster.engines import Engines
 from mmlab.cluster.launching import ActiveRun, Again, Recovery
-from mmlab.messages import Failure
-from mmlab.messages.moves import read_move
+from mmlab.messages import Failure, new_command, send
+from mmlab.messages.moves import falls_back, go_back, read_move
 
 ONLY_A_NEW_PROCESS = ("cuda error", "nccl error")
 """What the message of a failure contains after which its process cannot go on (from knowledge, not tried here)."""
@@ -39,6 +39,20 @@ def recover(run: ActiveRun, engines: Engines, first: Failure) -> None:
     run.recovering = found
     run.emit("recovery", done=False, restore=restore, **_about(run, found, run.generation + 1))
     run.again = Again(restore, f"recovering ({found.attempt} of {most}): {first.sentence()}")
+
+
+def fall_back(run: ActiveRun, why: str) -> bool:
+    """Let a run whose new layout cannot start go on in the one before, from where it left that; False where it was not
+    about to change its layout."""
+    move = falls_back(run.paths, run.generation)
+    if move is None:
+        return False
+    name = go_back(run.paths, move)
+    if move.paused:
+        send(run.paths.control, new_command("pause", source="relayout"))
+    run.emit("warning", message=f"the new layout could not start, and the run goes on in the one before: {why}")
+    run.again = Again(name or "latest", f"back in the layout before: {why}")
+    return True
 
 
 def say_recovered(run: ActiveRun) -> None:

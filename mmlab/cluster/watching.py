@@ -6,7 +6,7 @@ import time
 
 from mmlab.cluster.engines import Engines
 from mmlab.cluster.launching import ActiveRun, Again, write_lost
-from mmlab.cluster.recovery import recover, say_recovered
+from mmlab.cluster.recovery import fall_back, recover, say_recovered
 from mmlab.messages import (
     LEFT_UNSAID,
     BeaconState,
@@ -77,6 +77,9 @@ def _see_to(run: ActiveRun, engines: Engines, first: Failure) -> None:
     run.noticed = run.noticed or time.monotonic()
     waited = time.monotonic() - run.noticed
     aborted = read_aborted(run.paths.failures, run.generation) is not None
+    own = first.kind not in ("lost", "hung", "peer") or (not run.cluster.max_recoveries and waited >= SURVIVORS)
+    if own and not aborted and fall_back(run, first.sentence()):
+        return
     if run.cluster.max_recoveries and first.kind != "input" and not aborted:
         if first.kind != "peer" or waited >= SURVIVORS:
             recover(run, engines, first)

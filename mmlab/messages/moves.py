@@ -89,6 +89,22 @@ def take_plan(paths: RunPaths, move: Move) -> None:
         write_atomic(paths.plan, new)
 
 
+def falls_back(paths: RunPaths, generation: int) -> Move | None:
+    """The move that a generation has not taken up, where a keeper can let the run go on in the layout before: a new
+    layout that cannot start (too little memory, say) ends no run. None where it cannot."""
+    move = read_move(paths)
+    if move is None or move.generation != generation or move.notice:
+        return None
+    kept = (paths.plans / f"generation-{generation - 1}.toml").is_file()
+    return move if kept and (read_json(paths.run) or {}).get("keeper") else None
+
+
+def go_back(paths: RunPaths, move: Move) -> str:
+    """Make the plan before a move the run's again, and its state a checkpoint; its name."""
+    write_atomic(paths.plan, (paths.plans / f"generation-{move.generation - 1}.toml").read_bytes())
+    return rescue_move(paths)
+
+
 def memory_folders(paths: RunPaths) -> list[Path]:
     """Where a state of this run may be in the memory of this host: a folder on each tmpfs that it may write to."""
     name = f"mmlab-relayout-{os.getuid()}-{hashlib.sha256(str(paths.root.resolve()).encode()).hexdigest()[:16]}"

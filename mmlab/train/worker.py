@@ -37,7 +37,7 @@ from mmlab.messages import (
     read_failures,
     write_failure,
 )
-from mmlab.messages.moves import moving_on
+from mmlab.messages.moves import falls_back, moving_on
 from mmlab.parallel import shm
 from mmlab.parallel.abort import Connections
 from mmlab.parallel.mesh import Mesh, build_mesh, close_mesh
@@ -296,7 +296,7 @@ def _fail(job: Job, paths: RunPaths, watch: Watch, connections: Connections, err
         if not any(known.rank == job.rank for known in read_failures(paths.failures, job.generation)):
             write_failure(paths.failures, job.generation, failure)  # else the keeper has said what is wrong with it
     connections.cut()  # also where the disk is full: nobody waits for this rank
-    if job.recovers and failure.kind != "input":
+    if (job.recovers and failure.kind != "input") or falls_back(paths, job.generation):
         return  # the keeper says what becomes of the run
     with contextlib.suppress(OSError):
         first = _first_cause(paths, job.generation, failure)

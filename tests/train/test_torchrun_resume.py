@@ -85,7 +85,8 @@ def test_a_killed_rank_is_restarted_by_torchrun_and_the_run_goes_on(start):
 
 
 def test_told_to_leave_it_saves_and_its_folder_starts_it_again(start):
-    job = start(*start.plan)
+    named = ("--rdzv-id", "job-7")
+    job = start(*start.plan, options=named)
     run = job.wait_step(2)
     job.process.send_signal(signal.SIGTERM)
     said = job.end(60)
@@ -93,8 +94,14 @@ def test_told_to_leave_it_saves_and_its_folder_starts_it_again(start):
     status = run.status()
     assert status["state"] == "stopped", said
     assert "(SIGTERM): saved step-" in status["reason"]
-    (event,) = [e for e in run.events() if e["kind"] == "notice"]
+    event = next(e for e in run.events() if e["kind"] == "notice")
     assert run.checkpoints()[-1]["step"] == event["step"] == status["step"]
+    requeued = start(*start.plan, options=named)
+    requeued.wait_step(status["step"] + 2)
+    assert run.status()["generation"] == 2
+    requeued.process.send_signal(signal.SIGTERM)
+    requeued.end(60)
+    status = run.status()
     wrong = start(str(run.dir), "parallel.tp=2")
     assert "the plan needs 5 ranks and torchrun started 3" in wrong.end()
     wrong = start(str(run.dir), "data.lanes=4")
