@@ -151,7 +151,7 @@ def go_on(run: ActiveRun) -> ActiveRun:
     """The next generation of a run whose `again` says so: queued under the same keeper, its plan read anew."""
     assert run.again is not None
     move = moving_on(run.paths, run.generation)
-    moves = move is not None and move.name == run.again.restore
+    moves = move is not None and move.name == run.again.restore and not move.notice
     if move is not None and moves:
         take_plan(run.paths, move)
     else:

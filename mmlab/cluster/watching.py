@@ -6,7 +6,7 @@ import time
 
 from mmlab.cluster.engines import Engines
 from mmlab.cluster.launching import ActiveRun, Again, write_lost
-from mmlab.cluster.recovery import fall_back, recover, say_recovered
+from mmlab.cluster.recovery import fall_back, has_checkpoint, recover, say_recovered
 from mmlab.messages import (
     LEFT_UNSAID,
     BeaconState,
@@ -68,8 +68,7 @@ def _move_on(run: ActiveRun, engines: Engines, move: Move) -> None:
             run.emit("state", state="stopped", reason=f"{move.notice}; so is this lab, with it: restore it elsewhere")
             run.state = "stopped"
             return
-    saved = bool(move.name) or any(run.paths.checkpoints.glob("*/manifest.json"))
-    run.again = Again(move.name or ("latest" if saved else None), move.reason)
+    run.again = Again(move.name or ("latest" if has_checkpoint(run) else None), move.reason)
 
 
 def _see_to(run: ActiveRun, engines: Engines, first: Failure) -> None:

@@ -32,7 +32,7 @@ class Move:
     `generation` is that next one's number; `command` asked for it; `name` of the state, a checkpoint in `folder` of
     `host`, in memory or not; `plan` is TOML; `before` and `after` ranks; `began` seconds since the epoch; `paused` and
     `remaining` (steps until the next pause) as the run is steered; `notice` why it leaves its engines (empty: another
-    layout). With a notice the state is an ordinary checkpoint, or has no name where there was no time to save.
+    layout). With a notice the state is an ordinary checkpoint, by name; it has none where there was no time to save.
     """
 
     generation: int

@@ -37,7 +37,7 @@ class Leaving:
             problem = f"{max(left, 0.0):.1f} s are too short for a save, the last of which took {last:.1f} s"
         else:
             try:
-                saved = self._save()
+                saved = here.saves.now(f"notice ({notice.source})")
             except CheckpointError as error:
                 problem = str(error)
         where = f"{notice.where} is about to be taken away ({notice.source})"
@@ -52,21 +52,14 @@ class Leaving:
             self._move(saved, message)
         return message
 
-    def _save(self) -> str:
-        """A periodic checkpoint of this step, whole when this returns; its name."""
-        here = self.session
-        name = f"step-{here.steering.step:06d}-{here.lineage}"
-        here.saves.save("", periodic=True)
-        return name
-
     def _move(self, saved: str, message: str) -> None:
         """End this generation; the next one begins with what was saved, else with the newest checkpoint."""
         here = self.session
         if here.mesh.place.rank == 0:
             world, steering = here.plan.world_size, here.steering
             move = Move(
-                generation=here.listener.generation + 1, command="", name=saved, host="", memory=False,
-                folder=str(here.paths.checkpoints / saved), step=steering.step, plan=here.paths.plan.read_text(),
+                generation=here.listener.generation + 1, command="", name=saved, folder="", host="", memory=False,
+                step=steering.step, plan=here.paths.plan.read_text(),
                 before=world, after=world, began=time.time(), bytes=0, changes={}, paused=steering.paused,
                 remaining=steering.remaining, notice=message,
             )  # fmt: skip

@@ -108,21 +108,18 @@ class Relayout:
         first = here.mesh.place.rank == 0
         move = read_move(here.paths) if first else None
         fits = move is not None and (move.generation, move.name) == (here.listener.generation, restore)
-        found = here.channel.share(vars(move) if move is not None and fits else None)
+        found = here.channel.share(vars(move) if move is not None and fits and not move.notice else None)
         if found is None:
             return False
         move = Move(**found)
-        _, values = here.saves.take(Path(move.folder))
+        here.saves.take(Path(move.folder))
         here.steering.paused, here.steering.remaining = move.paused, move.remaining
         here.channel.gather(True)  # every rank has read its part
         if first:
             with contextlib.suppress(OSError):
-                if not move.memory and not move.notice:
+                if not move.memory:
                     shutil.rmtree(move.folder)
                 forget_move(here.paths)
-        if move.notice:
-            here.emit("restore", step=move.step, name=move.name, from_step=move.step, values=values)
-            return True
         here.emit(
             "relayout", step=move.step, name=move.name, changes=move.changes, before=move.before, after=move.after,
             generation=move.generation, through="memory" if move.memory else "disk", bytes=move.bytes,

@@ -25,6 +25,7 @@ from mmlab.messages import (
     write_atomic,
     write_json,
 )
+from mmlab.messages.checkpoints import location_of, manifests
 from mmlab.messages.moves import rescue_move
 from mmlab.messages.runs import TORCHRUN, create_run, runs_root
 from mmlab.plan import Plan
@@ -132,7 +133,7 @@ def _resume(root: Path, changes: list[str], world: int, who: str) -> dict[str, A
         _begin(paths, f"goes on ({who})")
     except OSError as error:
         raise MmlabError(f"run {root.name} cannot go on: {root} cannot be written ({error.strerror})") from None
-    saved = any(paths.checkpoints.glob("*/manifest.json"))
+    saved = manifests(location_of(paths, plan.checkpoint.location))
     return {"run_dir": str(root), "generation": generation, "restore": "latest" if saved else None}
 
 
