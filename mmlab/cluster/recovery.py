@@ -11,7 +11,7 @@ import time
 from mmlab.cluster.engines import Engines
 from mmlab.cluster.launching import ActiveRun, Again, Recovery
 from mmlab.errors import MmlabError
-from mmlab.messages import Failure, new_command, send
+from mmlab.messages import Failure, claim_report, new_command, send
 from mmlab.messages.checkpoints import location_of, manifests
 from mmlab.messages.moves import falls_back, go_back, read_move
 from mmlab.plan import Plan
@@ -58,6 +58,7 @@ def fall_back(run: ActiveRun, why: str) -> bool:
     move = falls_back(run.paths, run.generation)
     if move is None:
         return False
+    claim_report(run.paths.failures, run.generation)  # no rank that fails later on is to say that the run has failed
     name = go_back(run.paths, move)
     if move.paused:
         send(run.paths.control, new_command("pause", source="relayout"))
