@@ -35,8 +35,9 @@ from mmlab.train.job import Job
 
 KEY = "mmlab/run"
 """Key of torchrun's store, with the number of the restart: what rank 0 has decided."""
-ANONYMOUS = "none"
-"""torchrun's id of a job that was given none."""
+RESUME = "MMLAB_RESUME"
+"""Environment variable: a name of the job that all its starts share, so that a later one finds the run that an earlier
+one has left unfinished. (torchrun's own id is a new one at each start on one host.)"""
 
 
 def agree(arguments: list[str], environment: Mapping[str, str], store: dist.Store) -> Job:
@@ -76,13 +77,12 @@ def _before(store: dist.Store, restart: int) -> Path | None:
 
 
 def _decide(arguments: list[str], environment: Mapping[str, str], world: int) -> dict[str, Any]:
-    """A run's folder goes on; so does the run that a job of the same id left unfinished; else a plan is begun."""
+    """A run's folder goes on; so does the run that a job of the same name left unfinished; else a plan is begun."""
     if (Path(arguments[0]) / "run.json").is_file():
         return _resume(Path(arguments[0]).absolute(), arguments[1:], world, "torchrun")
     plan = Plan.load(arguments[0]).with_(*arguments[1:])
-    job = environment.get("TORCHELASTIC_RUN_ID", ANONYMOUS)
-    left = _left_by(job, plan) if job != ANONYMOUS else None
-    if left is not None:
+    job = environment.get(RESUME, "")
+    if job and (left := _left_by(job, plan)) is not None:
         return _resume(left, [], world, f"job {job}")
     _check_world(plan, world)
     plan.check().raise_if_any()
@@ -92,7 +92,7 @@ def _decide(arguments: list[str], environment: Mapping[str, str], world: int) ->
 
 
 def _left_by(job: str, plan: Plan) -> Path | None:
-    """The newest run of a job's id and plan that has not finished."""
+    """The newest run of a job's name and plan that has not finished."""
     found = [(info["created"], path.parent) for path in runs_root().glob("*/run.json")
              if (info := read_json(path)) and info.get("job") == job]  # fmt: skip
     for _, folder in sorted(found, reverse=True)[:1]:

@@ -19,9 +19,9 @@ STEPS = 1000
 class Torchrun:
     """`torchrun -m mmlab.train` on three ranks, in a process."""
 
-    def __init__(self, folder, *arguments, options=()):
+    def __init__(self, folder, *arguments, options=(), job=""):
         head = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "3", *options, "-m", "mmlab.train"]
-        environment = os.environ | {"MMLAB_RUNS": str(folder), "OMP_NUM_THREADS": "1"}
+        environment = os.environ | {"MMLAB_RUNS": str(folder), "OMP_NUM_THREADS": "1", "MMLAB_RESUME": job}
         self.folder = folder
         self.process = subprocess.Popen(
             [*head, *arguments], env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
@@ -51,8 +51,8 @@ class Torchrun:
 def start(shards, tmp_path):
     begun = []
 
-    def make(*arguments, options=()):
-        begun.append(Torchrun(tmp_path, *arguments, options=options))
+    def make(*arguments, **more):
+        begun.append(Torchrun(tmp_path, *arguments, **more))
         return begun[-1]
 
     make.plan = ("laptop", f"data.path={shards}", f"train.steps={STEPS}", "checkpoint.every_steps=4")
@@ -85,8 +85,7 @@ def test_a_killed_rank_is_restarted_by_torchrun_and_the_run_goes_on(start):
 
 
 def test_told_to_leave_it_saves_and_its_folder_starts_it_again(start):
-    named = ("--rdzv-id", "job-7")
-    job = start(*start.plan, options=named)
+    job = start(*start.plan, job="job-7")
     run = job.wait_step(2)
     job.process.send_signal(signal.SIGTERM)
     said = job.end(60)
@@ -96,7 +95,7 @@ def test_told_to_leave_it_saves_and_its_folder_starts_it_again(start):
     assert "(SIGTERM): saved step-" in status["reason"]
     event = next(e for e in run.events() if e["kind"] == "notice")
     assert run.checkpoints()[-1]["step"] == event["step"] == status["step"]
-    requeued = start(*start.plan, options=named)
+    requeued = start(*start.plan, job="job-7")
     requeued.wait_step(status["step"] + 2)
     assert run.status()["generation"] == 2
     requeued.process.send_signal(signal.SIGTERM)
