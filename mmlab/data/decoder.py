@@ -24,27 +24,46 @@ CHUNK = 8
 """Most pictures that a decode process takes at once: handing over costs it 0.1 ms, a picture 0.4 ms or more."""
 
 
-class Batch(Protocol):
-    """Pictures on their way into one buffer."""
+class Batch:
+    """Pictures on their way into one buffer, uint8 [tiles, 3, S, S]; each job decodes some of them, in order."""
+
+    def __init__(self, tiles: np.ndarray) -> None:
+        self.tiles = tiles
+        self.jobs: list[Future[list[str]]] = []
 
     def done(self) -> bool:
         """Whether all pictures are decoded."""
+        return all(job.done() for job in self.jobs)
 
     def result(self) -> tuple[np.ndarray, list[str]]:
-        """(uint8 [tiles, 3, S, S], why each picture could not be decoded, "" where it could); waits.
+        """(the buffer, why each picture could not be decoded, "" where it could); waits.
 
         DataError when a shard cannot be read or a decode process died.
         """
+        try:
+            return self.tiles, [reason for job in self.jobs for reason in job.result()]
+        except BrokenProcessPool:
+            raise worker_died() from None
 
     def drop(self) -> None:
-        """What has not begun is not decoded."""
+        """What has not begun is not decoded; what has goes on, into memory that is freed after it."""
+        for job in self.jobs:
+            job.cancel()
+
+
+def worker_died() -> DataError:
+    """What a run ends with when a decode process has."""
+    return DataError("A decode process ended abruptly (out of memory?). Set data.workers to fewer, or to 0.")
 
 
 class Decoder(Protocol):
-    """Decodes batches in the background, in the order in which they are started."""
+    """Decodes batches in the background, in the order in which they are started: pictures of `shards` to tiles of
+    `size` pixels a side."""
+
+    def __init__(self, shards: Sequence[Path], size: int, workers: int = 0) -> None: ...
 
     def start(self, pictures: Sequence[Picture]) -> Batch:
-        """Begin to decode pictures; their tiles lie behind one another in this order. DataError as for `result`."""
+        """Begin to decode pictures, whose tiles lie behind one another in this order. DataError as for a result."""
 
     def close(self) -> None:
         """Decode no more, and end what works in the background."""
@@ -73,35 +92,6 @@ class SharedMemory:
             os.unlink(self._file)
 
 
-class PillowBatch:
-    """Pictures that jobs of an executor decode."""
-
-    def __init__(self, tiles: np.ndarray) -> None:
-        self.tiles = tiles
-        self.jobs: list[Future[list[str]]] = []
-
-    def done(self) -> bool:
-        """Whether all jobs are."""
-        return all(job.done() for job in self.jobs)
-
-    def result(self) -> tuple[np.ndarray, list[str]]:
-        """Waits for all jobs."""
-        try:
-            return self.tiles, [reason for job in self.jobs for reason in job.result()]
-        except BrokenProcessPool:
-            raise worker_died() from None
-
-    def drop(self) -> None:
-        """Jobs that run go on, into memory that is freed after them."""
-        for job in self.jobs:
-            job.cancel()
-
-
-def worker_died() -> DataError:
-    """What a run ends with when a decode process has."""
-    return DataError("A decode process ended abruptly (out of memory?). Set data.workers to fewer, or to 0.")
-
-
 class PillowDecoder:
     """Decodes with Pillow in one thread (`workers` = 0) or in that many spawned processes, which hand pixels over in
     shared memory. Results do not depend on `workers`."""
@@ -122,16 +112,16 @@ class PillowDecoder:
             first += picture.grid.tiles
         return jobs
 
-    def start(self, pictures: Sequence[Picture]) -> PillowBatch:
+    def start(self, pictures: Sequence[Picture]) -> Batch:
         """Hands each process a few pictures at once, the thread one."""
         jobs = self._jobs(pictures)
         shape = (sum(picture.grid.tiles for picture in pictures), 3, self.size, self.size)
         if not self.workers or not jobs:
-            batch = PillowBatch(np.empty(shape, dtype=np.uint8))
+            batch = Batch(np.empty(shape, dtype=np.uint8))
             batch.jobs = [self._executor.submit(decode_jobs, batch.tiles, [job]) for job in jobs]
             return batch
         shared = SharedMemory(int(np.prod(shape)))
-        batch = PillowBatch(np.frombuffer(shared.memory, dtype=np.uint8).reshape(shape))
+        batch = Batch(np.frombuffer(shared.memory, dtype=np.uint8).reshape(shape))
         chunk = min(CHUNK, -(-len(jobs) // self.workers))
         try:
             for i in range(0, len(jobs), chunk):

@@ -53,6 +53,7 @@ RULES: tuple[Rule, ...] = (
     general.lanes,
     general.mixture,
     data.tiles,
+    data.backend,
     cluster.shared_memory,
     lora.lora_targets,
     lora.lora_rank,
