@@ -44,8 +44,8 @@ class DaliDecoder:
     """Decodes batches with DALI's pipeline in one thread, which has `workers` threads of its own (at least one).
 
     Pixels differ by 2 of 255 at most from those that Pillow decodes at full size (0.3 in the mean); by 2 in the mean
-    from the Pillow backend's, which decodes at the smallest size that does. What DALI does not take or cannot decode Pillow
-    does, so that the same pictures are bad. DataError when DALI is not installed.
+    from the Pillow backend's, which decodes at the smallest size that does. What DALI does not take or cannot decode is
+    left to Pillow, so that the same pictures are bad. DataError when DALI is not installed.
     """
 
     def __init__(self, shards: Sequence[Path], size: int, workers: int = 0) -> None:
