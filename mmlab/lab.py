@@ -20,7 +20,8 @@ from mmlab.cluster.client import LabView, check_profile
 from mmlab.cluster.export import export
 from mmlab.cluster.registry import LabPaths
 from mmlab.errors import LabError, MmlabError, PlanError
-from mmlab.messages import read_json
+from mmlab.messages import Command, read_json
+from mmlab.messages.moves import rescue_move
 from mmlab.messages.runs import create_run, runs_root
 from mmlab.plan import Plan, check_platform
 from mmlab.tracking.bottleneck import Bottleneck
@@ -78,7 +79,7 @@ class Run(Steered):
 
     @property
     def plan(self) -> Plan:
-        """The plan that the run was started with."""
+        """The plan that the run was started with, or that a relayout has made of it."""
         return self._record.plan
 
     def status(self) -> dict[str, Any]:
@@ -154,14 +155,20 @@ class Run(Steered):
 
     # steering: see Steered
 
+    def _bring(self, n: int, command: Command) -> bool:
+        return registry.bring(self._record.info, self.dir, n, command)
+
     def restore(self, step: int | None = None, name: str = "", lab: Lab | None = None) -> Sent | Run:
         """Go back to a checkpoint, by step or name (default: the last one).
 
         A live run does so at its next step boundary. A run that has ended is started again from there, on the engines
         of `lab`, else of the lab it was made with, else of the only live one. CheckpointError when there is none such.
         """
+        ended = self.status()["state"] in ENDED
+        if ended:
+            rescue_move(self._record.paths)
         found = self._record.find_checkpoint(step, name)
-        if self.status()["state"] not in ENDED:
+        if not ended:
             return self._send("restore", step=found["step"], name=found["name"])
         (lab or self._home())._launch(self, restore=found["name"])
         return self

@@ -112,7 +112,7 @@ def test_an_interrupt_stops_the_run_at_a_step_and_leaves_no_process(start: Calla
 
 
 def test_a_killed_rank_is_exit_code_2_naming_rank_and_logs(start: Callable[..., Started], tmp_path: Path) -> None:
-    command = start("run", "laptop", "train.steps=5000", "--json", "out.json")
+    command = start("run", "laptop", "train.steps=5000", "cluster.max_recoveries=0", "--json", "out.json")
     run_dir = command.run(step=3)
     processes = pids(run_dir)
     os.kill(processes[1], signal.SIGKILL)

@@ -22,7 +22,7 @@ ACK_TIMEOUT = 60.0
 def register(app: typer.Typer) -> None:
     """Add the commands about runs."""
     looking, ending = (list_all, show, traffic, compression, ledger, diagnose, doctor), (stop, abort)
-    for command in (*looking, pause, resume, step, set_, compress, checkpoint, restore, export, *ending):
+    for command in (*looking, pause, resume, step, set_, compress, relayout, checkpoint, restore, export, *ending):
         name = {"list_all": "runs", "set_": "set"}.get(command.__name__, command.__name__)
         app.command(name, rich_help_panel="Runs")(command)
 
@@ -140,6 +140,14 @@ def compress(
 ) -> None:
     """Change how a group's gradients are compressed."""
     _print_ack(open_run(run).compress(group, compressor, **_pairs(options or [], "rank=4")))
+
+
+def relayout(
+    run: RunArgument,
+    changes: Annotated[list[str], typer.Argument(metavar="[PLAN] [KEY=VALUE]...", help="Such as parallel.tp=2.")],
+) -> None:
+    """Go on in another layout: a plan, or changes to the running one, on more or fewer ranks too."""
+    _steer(run, "relayout", *changes)
 
 
 def checkpoint(

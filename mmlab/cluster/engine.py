@@ -36,6 +36,7 @@ class Engine:
         self.job: Job | None = None
         self.thread: threading.Thread | None = None
         self.store: Any = None
+        self._warming: threading.Thread | None = None
 
     def hello(self) -> dict[str, Any]:
         """Who this engine is: {"pid", "started", "host"}."""
@@ -44,7 +45,12 @@ class Engine:
 
     def warm(self, worker: str = WORKER) -> None:
         """Import what training needs, in a thread, so that the first run does not wait for it."""
-        threading.Thread(target=importlib.import_module, args=(worker,), name="mmlab-warm", daemon=True).start()
+        self._warming = threading.Thread(target=importlib.import_module, args=(worker,), name="mmlab-warm", daemon=True)
+        self._warming.start()
+
+    def warmed(self) -> bool:
+        """Whether those imports are over."""
+        return self._warming is not None and not self._warming.is_alive()
 
     def open_store(self, host_hint: str = "", worker: str = WORKER) -> tuple[str, int]:
         """Open the rendezvous store of a run on rank 0's engine; (host, port) where the other ranks reach it."""

@@ -197,6 +197,18 @@ class Engines:
         except ipp.error.IPythonError as error:
             raise LabError(f"engine {engine.id} ended during {method}: {error}") from None
 
+    def kill(self, engine: EngineInfo) -> None:
+        """End an engine's process, on this host also one that is stopped; another one takes its place."""
+        self.log.warning("ending engine %s (pid %s on %s)", engine.id, engine.pid, engine.host)
+        if engine.local:
+            with contextlib.suppress(psutil.Error):
+                if process_alive(engine.pid, engine.started):
+                    psutil.Process(engine.pid).kill()
+        else:
+            with contextlib.suppress(LabError):  # it ended: no answer is the answer
+                self.call([engine], "end", [()], 10.0)
+        self._gone.add(engine.id)
+
     # the managing thread
 
     def _manage(self) -> None:

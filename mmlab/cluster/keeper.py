@@ -20,9 +20,10 @@ from pathlib import Path
 from typing import Any
 
 from mmlab.cluster.engine_main import KEEPER
-from mmlab.cluster.engines import Engines
-from mmlab.cluster.launching import ActiveRun, Stopped, go_on, launch, refuse, take_over, watch
+from mmlab.cluster.engines import EngineLost, Engines
+from mmlab.cluster.launching import ActiveRun, Stopped, bring_and_send, go_on, launch, refuse, take_over
 from mmlab.cluster.processes import MARK, end_all
+from mmlab.cluster.recovery import recover
 from mmlab.cluster.registry import (
     LabConfig,
     LabPaths,
@@ -32,8 +33,11 @@ from mmlab.cluster.registry import (
     this_process,
     write_private,
 )
+from mmlab.cluster.watching import watch
 from mmlab.errors import MmlabError
+from mmlab.messages import Command, Failure
 from mmlab.messages.files import process_alive, read_json
+from mmlab.messages.moves import rescue_move
 
 TICK = 0.1
 """Seconds between looks at requests, engines and runs: a lost engine is noticed within one."""
@@ -73,6 +77,8 @@ class Keeper:
                             watch(run, self.engines)
                         if run.again is not None:
                             self._queue(go_on(run))
+                        elif run.ended:
+                            rescue_move(run.paths)
                 self._write(self._state())
                 self._check_end()
                 self.closing.wait(TICK)
@@ -88,6 +94,8 @@ class Keeper:
             self._close("closed")
         elif request["verb"] == "engines":
             self.engines.ensure(int(request["n"]))
+        elif request["verb"] == "bring":
+            self._bring(int(request["n"]), request["run_dir"], Command(**request["command"]))
         elif request["verb"] == "launch":
             try:
                 run = take_over(request)
@@ -98,6 +106,13 @@ class Keeper:
             limits = {name: value for name, value in request["limits"].items() if name not in self.config.fixed}
             self.config = self.engines.config = replace(self.config, **limits)
             self._queue(run)
+
+    def _bring(self, n: int, run_dir: str, command: Command) -> None:
+        """Give a run of this lab a command as soon as there are `n` engines."""
+        for run in self.runs:
+            if str(run.paths.root) == run_dir:
+                arguments = (run, self.engines, n, command, self.closing.is_set)
+                threading.Thread(target=bring_and_send, args=arguments, name="mmlab-bring", daemon=True).start()
 
     def _queue(self, run: ActiveRun) -> None:
         """Have a generation of a run started; it takes the place of the one before."""
@@ -119,6 +134,9 @@ class Keeper:
                 run.emit("state", state="stopped", reason="stopped before it started")
             except Exception as error:
                 self.log.exception("launch of %s", run.paths.root)
+                if isinstance(error, EngineLost) and run.cluster.max_recoveries:  # before any rank was told to start
+                    recover(run, self.engines, Failure(0, "rank 0", "start", run.step, "lost", str(error)))
+                    continue
                 known = isinstance(error, MmlabError)
                 text = str(error) if known else f"{type(error).__name__}: {error}"
                 run.emit("state", state="failed", reason=text, cause="input" if known else "exception")

@@ -1,4 +1,4 @@
-"""Starting a generation of a run on the engines, and noticing when it loses one."""
+"""Starting a generation of a run on the engines."""
 
 from __future__ import annotations
 
@@ -11,43 +11,56 @@ from typing import Any
 
 from mmlab.cluster.engines import ANSWER, EngineInfo, EngineLost, Engines
 from mmlab.cluster.registry import this_process
-from mmlab.errors import LabError
+from mmlab.errors import LabError, MmlabError
 from mmlab.messages import (
     ENDED,
-    LEFT_UNSAID,
     Ack,
+    Command,
     EventLog,
     Failure,
     Inbox,
     RunPaths,
-    all_left,
-    claim_report,
+    new_command,
     read_beacons,
     read_events,
     read_failures,
     read_json,
+    send,
     write_failure,
     write_json,
 )
+from mmlab.messages.moves import moving_on, rescue_move, take_plan
 from mmlab.plan import Plan
+from mmlab.plan.upkeep import ClusterConfig
 
-SURVIVORS = 1.0
-"""Seconds that a surviving rank has to report a failure before the keeper does."""
 IMPORTS = 180.0
 """Seconds in which an engine imports torch and opens the store, on a machine with other work too."""
-LOOK = 2.0
-"""Seconds between looks at whether ranks have left without a word."""
+FREE_HUNG = 3.0
+"""Seconds in which a hung rank comes free when it is interrupted; then its process is ended."""
+TICK = 0.1
+"""Seconds between looks at whether engines are up."""
 FREE = 15.0
 """Seconds in which engines must be free of the run before; then they are replaced."""
 
 
 @dataclass(frozen=True)
 class Again:
-    """That a run is to go on in another generation: the checkpoint that it begins from ("latest": the newest), and why,
-    in one sentence. Its plan is then what `plan.toml` says, which may be of another layout."""
+    """That a run is to go on in another generation: the checkpoint that it begins from ("latest": the newest; None:
+    from the beginning), and why, in one sentence. Its plan is then what `plan.toml` says: perhaps of another layout."""
 
-    restore: str
+    restore: str | None
     reason: str
+
+
+@dataclass(frozen=True)
+class Recovery:
+    """A failure that a run was, or is to be, recovered from: when it was noticed (`time.monotonic`), the first rank to
+    fail, which attempt within the window, and the process of the rank's engine (0: it had none)."""
+
+    noticed: float
+    failure: Failure
+    attempt: int
+    pid: int
 
 
 @dataclass
@@ -67,6 +80,19 @@ class ActiveRun:
     looked: float = 0.0
     again: Again | None = None
     """Set by `watch` when this generation is over and the keeper is to start the next one."""
+    cluster: ClusterConfig = field(default_factory=ClusterConfig)
+    before: list[EngineInfo] = field(default_factory=list)
+    """The engines of the generation before, in rank order: those that live keep their ranks."""
+    history: list[Recovery] = field(default_factory=list)
+    """What the run was recovered from, oldest first."""
+    recovering: Recovery | None = None
+    """What this generation is to recover from, until it has done a step."""
+    stepped: bool = False
+    """Whether this generation has done a step."""
+    marks: tuple[float, ...] = ()
+    moved: float = 0.0
+    """When the beacons last changed (`time.monotonic`), and as what: `marks`."""
+    glanced: float = 0.0
 
     def emit(self, kind: str, **fields: Any) -> None:
         """Append an event in the name of the lab. Where it cannot be written, the lab goes on and ends all the same."""
@@ -77,12 +103,20 @@ class ActiveRun:
             finally:
                 log.close()
 
+    def fail(self, first: Failure, reason: str) -> None:
+        """Write that the run has failed: the first rank to fail, and why."""
+        where = {"rank": first.rank, "role": first.role, "phase": first.phase, "log": str(self.paths.log(first.rank))}
+        self.step = first.step
+        self.emit("state", state="failed", reason=reason, cause=first.kind, **where)
+        self.state = "failed"
+
     def read(self) -> None:
         """Take in the events that came since the last look."""
         events, self.offset = read_events(self.paths.events, self.offset)
         for event in events:
             self.lineage = event.get("lineage") or self.lineage
             self.step = event.get("step", self.step)
+            self.stepped |= event["kind"] == "step"
             if event["kind"] == "state" and not self.ended:  # what comes after the end is another generation's
                 self.state = event["state"]
 
@@ -100,8 +134,11 @@ def take_over(request: dict[str, Any]) -> ActiveRun:
         raise LabError(f"{paths.root} holds no run.json")
     run = ActiveRun(paths, int(request["generation"]), request.get("restore"), int(info["world_size"]))
     run.read()
-    run.state = "queued"
-    write_json(paths.run, info | {"generation": run.generation, "keeper": this_process(), "engines": []})
+    run.state, run.stepped = "queued", False
+    with contextlib.suppress(MmlabError):  # the ranks say what is wrong with it
+        run.cluster = Plan.load(paths.plan).cluster
+    mine = {"keeper": this_process(), "recovers": run.cluster.max_recoveries > 0}
+    write_json(paths.run, info | mine | {"generation": run.generation, "engines": []})
     inbox = Inbox(paths.control)
     for command in inbox.pending():
         if command.time < request["time"]:  # meant for a generation that has ended
@@ -112,14 +149,24 @@ def take_over(request: dict[str, Any]) -> ActiveRun:
 def go_on(run: ActiveRun) -> ActiveRun:
     """The next generation of a run whose `again` says so: queued under the same keeper, its plan read anew."""
     assert run.again is not None
+    move = moving_on(run.paths, run.generation)
+    moves = move is not None and move.name == run.again.restore
+    if move is not None and moves:
+        take_plan(run.paths, move)
+    else:
+        rescue_move(run.paths)
     info = read_json(run.paths.run) or {}
-    world = Plan.load(run.paths.plan).world_size
-    following = ActiveRun(run.paths, run.generation + 1, run.again.restore, world)
+    plan = Plan.load(run.paths.plan)
+    following = ActiveRun(run.paths, run.generation + 1, run.again.restore, plan.world_size, cluster=plan.cluster)
     following.read()
-    following.state = "queued"
-    more = {"generation": following.generation, "world_size": world, "engines": []}
-    write_json(run.paths.run, info | more)
-    following.emit("state", state="starting", reason=run.again.reason)
+    following.before, following.history, following.recovering = run.engines or run.before, run.history, run.recovering
+    if following.state == "paused" and not moves:  # and stays so
+        send(run.paths.control, new_command("pause", source="recovery"))
+    if following.state != "starting":  # first: what the generation before was in is not to be taken for this one's
+        following.emit("state", state="starting", reason=run.again.reason)
+    more = {"generation": following.generation, "world_size": plan.world_size, "engines": []}
+    write_json(run.paths.run, info | more | {"recovers": plan.cluster.max_recoveries > 0})
+    following.state, following.stepped = "queued", False
     return following
 
 
@@ -139,13 +186,15 @@ def launch(run: ActiveRun, engines: Engines, idle: Callable[[], bool], closing: 
     What goes wrong once ranks have been told to start is written down as a failure of the run. Before that: LabError
     when the engines cannot be had; Stopped when the run is stopped, or the lab closed, while it waits.
     """
-    engines.ensure(run.world)
-    run.emit("state", state="starting", reason=f"waiting for {run.world} engines")
+    engines.ensure(run.world + run.cluster.spares)
+    if run.recovering is None:
+        run.emit("state", state="starting", reason=f"waiting for {run.world} engines")
 
     def check() -> None:
         if closing() or stop_requested(run):
             raise Stopped
 
+    _end_hung(run, engines)
     team = _gather(run, engines, idle, check)
     info = read_json(run.paths.run) or {}
     (store,) = engines.call(
@@ -161,10 +210,12 @@ def launch(run: ActiveRun, engines: Engines, idle: Callable[[], bool], closing: 
             "store_port": store[1],
             "generation": run.generation,
             "restore": run.restore,
+            "recovers": run.cluster.max_recoveries > 0,
         }
         for rank in range(run.world)
     ]
-    write_json(run.paths.run, info | {"engines": [engine.id for engine in team], "hosts": [e.host for e in team]})
+    where = {"engines": [engine.id for engine in team], "hosts": [e.host for e in team], "one_host": not engines.batch}
+    write_json(run.paths.run, info | where)
     run.engines = team
     try:
         engines.call(team, "start", [(job, engines.config.worker) for job in jobs], ANSWER)
@@ -172,18 +223,31 @@ def launch(run: ActiveRun, engines: Engines, idle: Callable[[], bool], closing: 
         _write_refused(run, engines, error)
 
 
+def _end_hung(run: ActiveRun, engines: Engines) -> None:
+    """End the engines of ranks which the generation before found hung, unless they come free within FREE_HUNG."""
+    past = read_failures(run.paths.failures, run.generation - 1)
+    hung = {failure.rank for failure in past if failure.kind == "hung" and failure.rank < len(run.before)}
+    end = time.monotonic() + FREE_HUNG
+    while hung and time.monotonic() < end:
+        left = {b.rank for b in read_beacons(run.paths.ranks) if b.generation != run.generation - 1 or b.done}
+        hung -= left | {rank for rank in hung if engines.lost(run.before[rank])}
+        time.sleep(0.05)
+    for rank in hung:
+        engines.kill(run.before[rank])
+
+
 def _write_refused(run: ActiveRun, engines: Engines, error: LabError) -> None:
     """Some ranks may have started: a failure record frees them from the rendezvous, and `watch` reports it."""
     died = error.engine.id if isinstance(error, EngineLost) else None
     lost = [rank for rank, engine in enumerate(run.engines) if engine.id == died or engines.lost(engine)]
     for rank in lost:
-        _write_lost(run, rank, run.engines[rank])
+        write_lost(run, rank, run.engines[rank])
     if not lost:
         write_failure(run.paths.failures, run.generation, Failure(0, "rank 0", "start", 0, "exception", str(error)))
 
 
 def _gather(run: ActiveRun, engines: Engines, idle: Callable[[], bool], check: Callable[[], None]) -> list[EngineInfo]:
-    """As many free engines as the run has ranks: in order of hosts, so that neighbouring ranks share one.
+    """As many free engines as the run has ranks, each rank on the engine that it had before, if that lives.
 
     Waits for the run before, which may still be saving; engines that stay busy after it has ended are replaced.
     """
@@ -195,11 +259,10 @@ def _gather(run: ActiveRun, engines: Engines, idle: Callable[[], bool], check: C
         if lacking and engines.problem:
             raise LabError(engines.problem)
         if lacking or not idle():
-            engines.ensure(run.world)
+            engines.ensure(run.world + run.cluster.spares)
             time.sleep(0.05)
             continue
-        hosts = list(dict.fromkeys(engine.host for engine in up))
-        team = sorted(up, key=lambda engine: hosts.index(engine.host))[: run.world]
+        team = choose(up, run.world, run.before)
         states = engines.call(team, "state", [(str(run.paths.root),)] * len(team), ANSWER)
         blind = sorted({engine.host for engine, state in zip(team, states, strict=True) if not state["sees"]})
         if blind:
@@ -212,18 +275,43 @@ def _gather(run: ActiveRun, engines: Engines, idle: Callable[[], bool], check: C
             return team
         since = since or time.monotonic()
         if time.monotonic() - since > FREE:
-            _replace(engines, busy)
+            for engine in busy:  # its training thread does not come back
+                engines.kill(engine)
             since = None
         time.sleep(0.1)
 
 
-def _replace(engines: Engines, busy: list[EngineInfo]) -> None:
-    """End engines whose training thread does not come back; new ones take their place."""
-    for engine in busy:
-        try:
-            engines.call([engine], "end", [()], 10.0)
-        except LabError:
-            continue  # it ended: no answer is the answer
+def choose(up: list[EngineInfo], world: int, before: list[EngineInfo]) -> list[EngineInfo]:
+    """The engines of `world` ranks: those that ranks had before and that live, else free ones, of the same host if
+    there is one; in order of hosts, so that neighbouring ranks share one."""
+    hosts = list(dict.fromkeys(engine.host for engine in up))
+    kept = {rank: engine for rank, engine in enumerate(before[:world]) if engine in up}
+    free = [e for e in sorted(up, key=lambda engine: hosts.index(engine.host)) if e not in kept.values()]
+    for rank in (rank for rank in range(world) if rank not in kept):
+        near = [engine for engine in free if rank < len(before) and engine.host == before[rank].host]
+        kept[rank] = (near or free)[0]
+        free.remove(kept[rank])
+    return [kept[rank] for rank in range(world)]
+
+
+def bring_and_send(run: ActiveRun, engines: Engines, n: int, command: Command, closing: Callable[[], bool]) -> None:
+    """Have at least `n` warm engines, then give the run a command; refused where they cannot be had.
+
+    A relayout to more ranks goes this way: the run trains on meanwhile.
+    """
+    wanted = engines.wanted
+    engines.ensure(n)
+    while not (closing() or run.ended):
+        up = engines.up()
+        if len(up) < n and engines.problem:
+            engines.wanted = wanted
+            Inbox(run.paths.control).answer(Ack(command.id, False, run.step, [], engines.problem, time.time()))
+            return
+        with contextlib.suppress(LabError):  # one of them ended: another comes
+            if len(up) >= n and all(engines.call(up, "warmed", [()] * len(up), ANSWER)):
+                break
+        time.sleep(TICK)
+    send(run.paths.control, command)  # a run that has ended leaves it to the next generation, which refuses it
 
 
 def stop_requested(run: ActiveRun) -> bool:
@@ -236,45 +324,8 @@ def stop_requested(run: ActiveRun) -> bool:
     return False
 
 
-def watch(run: ActiveRun, engines: Engines) -> None:
-    """One look at a started run: take in its events, and write down the loss of an engine at once."""
-    run.read()
-    if not run.paths.root.is_dir():
-        run.state = "stopped"  # deleted under its ranks: the next run takes their engines, or new ones in their place
-    if run.ended or not run.engines:
-        return
-    for rank, engine in enumerate(run.engines):
-        if engines.lost(engine):
-            _write_lost(run, rank, engine)
-    failures = read_failures(run.paths.failures, run.generation)
-    if not failures:
-        _notice_left(run)
-        return
-    run.noticed = run.noticed or time.monotonic()
-    if time.monotonic() - run.noticed < SURVIVORS:
-        return
-    first = failures[0]
-    if claim_report(run.paths.failures, run.generation) or time.monotonic() - run.noticed > 3 * SURVIVORS:
-        where = {"rank": first.rank, "role": first.role, "phase": first.phase, "log": str(run.paths.log(first.rank))}
-        run.step = first.step
-        run.emit("state", state="failed", reason=first.sentence(), cause=first.kind, **where)
-        run.state = "failed"
-
-
-def _notice_left(run: ActiveRun) -> None:
-    """End a run whose ranks have all left without being able to say why: its engines are free again."""
-    if time.monotonic() - run.looked < LOOK:
-        return
-    run.looked = time.monotonic()
-    beacons = [b for b in read_beacons(run.paths.ranks) if b.generation == run.generation]
-    if all_left(beacons, run.world):
-        run.read()
-        if not run.ended:
-            run.emit("state", state="failed", reason=LEFT_UNSAID)
-            run.state = "failed"
-
-
-def _write_lost(run: ActiveRun, rank: int, engine: EngineInfo) -> None:
+def write_lost(run: ActiveRun, rank: int, engine: EngineInfo) -> None:
+    """Write down that the process of a rank has ended, unless it had left the run or has said why itself."""
     folder = run.paths.failures / f"generation-{run.generation}"
     if (folder / f"rank-{rank}.json").exists():
         return

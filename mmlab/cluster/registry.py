@@ -24,6 +24,7 @@ from jupyter_core.paths import jupyter_runtime_dir
 
 from mmlab.cluster.processes import MARK, Tracked, end_all
 from mmlab.errors import LabError
+from mmlab.messages import Command
 from mmlab.messages.files import process_alive, process_started, read_json
 from mmlab.plan.schema import ClusterConfig
 
@@ -182,10 +183,19 @@ def live_clients(paths: LabPaths) -> int:
 
 
 def ask(paths: LabPaths, verb: str, **arguments: Any) -> None:
-    """Leave a request for the keeper: launch, engines or close."""
+    """Leave a request for the keeper: launch, engines, bring or close."""
     name = f"{time.time_ns():020d}-{os.getpid()}-{secrets.token_hex(2)}"
     with contextlib.suppress(FileNotFoundError):  # the lab has ended: whoever asks finds out by its state
         write_private(paths.control / f"{name}.json", {"verb": verb, "time": time.time(), **arguments})
+
+
+def bring(run: dict[str, Any], run_dir: Path, n: int, command: Command) -> bool:
+    """Have the lab of a run (its `run.json`) give it a command as soon as it has n engines; False where none lives."""
+    paths = LabPaths(Path((run.get("lab") or {}).get("root", "")))
+    if not alive(paths):
+        return False
+    ask(paths, "bring", run_dir=str(run_dir), n=n, command=vars(command))
+    return True
 
 
 def take_requests(paths: LabPaths) -> list[dict[str, Any]]:

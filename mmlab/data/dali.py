@@ -74,6 +74,7 @@ class DaliDecoder:
 
     def _decode(self, tiles: np.ndarray, pictures: Sequence[Picture]) -> list[str]:
         """Decode pictures into their tiles, uint8 [tiles, 3, S, S]; the reason for each."""
+        self.files.prepare((picture.shard, picture.offset, picture.size) for picture in pictures)
         found = [self.files.read(picture.shard, picture.offset, picture.size) for picture in pictures]
         places = np.split(tiles, np.cumsum([picture.grid.tiles for picture in pictures])[:-1])
         mine = [i for i, data in enumerate(found) if takes(data)]

@@ -19,6 +19,7 @@ from PIL import Image
 from mmlab.data.cache import exclusive, place_beside, write_beside
 from mmlab.data.decode import on_its_side
 from mmlab.data.format import Turn, conversation_pieces, parse_caption, parse_json, to_segments
+from mmlab.data.remote import shown_name
 from mmlab.data.shards import Member, ScannedSample, ShardFiles, scan_shard
 from mmlab.data.tokenizer import TextTokenizer
 from mmlab.errors import DataError
@@ -106,7 +107,7 @@ def build_index(path: Path, tokenizer: TextTokenizer) -> ShardIndex:
     texts, images, image_first, segments, segment_first = [], [], [0], [], [0]
     try:
         for sample in samples:
-            where = f'{path}: sample "{sample.key}"'
+            where = f'{shown_name(path)}: sample "{sample.key}"'
             turns, kind = read_turns(lambda m: files.read(0, m.offset, m.size), sample, where)
             member = sample.texts[kind]
             texts.append((int(kind == "json"), member.offset, member.size))

@@ -30,6 +30,7 @@ from mmlab.data.lanes import LaneItem
 from mmlab.data.manifest import ManifestSample, Split, StepManifest
 from mmlab.data.order import Order, Position
 from mmlab.data.packed import IGNORE, PackedText, TextSequence, pack
+from mmlab.data.remote import shown_name
 from mmlab.data.shards import ShardFiles
 from mmlab.data.sources import find_sources, find_tokenizer
 from mmlab.data.tiling import Grid, Picture, Tiling
@@ -187,7 +188,7 @@ class DataSource:
         is_json, offset, size = index.texts[sample.index].tolist()
         raw = self.files.read(sample.shard, offset, size)
         images = len(index.images_of(sample.index))
-        where = f'{self.shards[sample.shard]}: sample "{index.keys[sample.index]}"'
+        where = f'{shown_name(self.shards[sample.shard])}: sample "{index.keys[sample.index]}"'
         parsed = parse_json(raw, images, where) if is_json else (parse_caption(raw.decode(), images, where), False)
         if parsed is None:
             raise DataError(f"{where}: changed since its index was made. Start the run again.")

@@ -8,15 +8,19 @@ and stand next to each other: pictures (jpg, jpeg, png, webp; several are taken 
 from __future__ import annotations
 
 import glob
+import io
 import os
 import tarfile
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import BinaryIO
 
 from braceexpand import UnbalancedBracesError, braceexpand  # type: ignore[attr-defined]  # its stub misses one
 
+from mmlab.data.remote import RemoteFile, RemoteShard, expand, is_address, is_remote, shown_name
 from mmlab.errors import DataError
 
 IMAGE_EXTENSIONS = ("jpg", "jpeg", "png", "webp")
@@ -44,8 +48,11 @@ class ScannedSample:
 def expand_shards(pattern: str, field_name: str = "data.path") -> list[Path]:
     """Shards that a folder (all its *.tar, sorted) or a brace / glob pattern names. DataError when there are none.
 
-    `field_name` is the plan's key that is named in the message.
+    Remote ones come as the paths of their addresses (`mmlab.data.remote`). `field_name` is the plan's key that is named
+    in the message.
     """
+    if is_remote(pattern):
+        return expand(pattern, field_name)
     folder = Path(pattern)
     if folder.is_dir():
         shards = sorted(folder.glob("*.tar"))
@@ -77,16 +84,24 @@ def _key_and_extension(name: str) -> tuple[str, str]:
     return (f"{folder}/{stem}" if folder else stem), extension.lower()
 
 
+def _opened(path: Path) -> BinaryIO:
+    """A shard as a file, wherever it is. A remote one that is read from end to end is fetched for it."""
+    if not is_address(path):
+        return open(path, "rb")
+    RemoteShard(path).fetch()
+    return io.BufferedReader(RemoteFile(path))
+
+
 def _members(path: Path) -> Iterator[tuple[str, Member]]:
     """(key, member) of each file in a tar that can be part of a sample."""
-    with tarfile.open(path, mode="r:") as tar:
-        for info in tar:
-            base = info.name.rpartition("/")[2]
-            if info.isfile() and not base.startswith((".", "__")):
-                key, extension = _key_and_extension(info.name)
-                yield key, Member(extension, info.offset_data, info.size)
-        end = tar.offset  # where the end-of-archive mark has to stand: tarfile also stops where the file just ends
-    with open(path, "rb") as file:
+    with _opened(path) as file:
+        with tarfile.open(fileobj=file, mode="r:") as tar:
+            for info in tar:
+                base = info.name.rpartition("/")[2]
+                if info.isfile() and not base.startswith((".", "__")):
+                    key, extension = _key_and_extension(info.name)
+                    yield key, Member(extension, info.offset_data, info.size)
+            end = tar.offset  # where the end-of-archive mark has to stand: tarfile also stops where the file just ends
         file.seek(end)
         if file.read(512) != bytes(512):
             raise tarfile.ReadError("the end-of-archive mark is missing")
@@ -114,14 +129,14 @@ def scan_shard(path: Path) -> list[ScannedSample]:
     except tarfile.TarError as error:
         raise DataError(_damage(path, samples, error)) from None
     except OSError as error:
-        raise DataError(f"{path}: cannot be read ({error.strerror}).") from None
+        raise DataError(f"{shown_name(path)}: cannot be read ({error.strerror}).") from None
     for sample in samples:
         sample.images.sort(key=lambda member: _natural(member.extension))
     samples = [sample for sample in samples if sample.images or sample.texts]
     if not samples:
         raise DataError(
-            f"{path}: no samples in this shard. It needs pictures (jpg, png, webp) or texts (txt, json) under a "
-            "common key, such as 000001.jpg and 000001.txt; remove the shard if it is empty on purpose."
+            f"{shown_name(path)}: no samples in this shard. It needs pictures (jpg, png, webp) or texts (txt, json) "
+            "under a common key, such as 000001.jpg and 000001.txt; remove the shard if it is empty on purpose."
         )
     return samples
 
@@ -133,14 +148,15 @@ def _natural(extension: str) -> tuple[int, str]:
 
 
 def _damage(path: Path, samples: Sequence[ScannedSample], error: tarfile.TarError) -> str:
-    with open(path, "rb") as file:
+    with _opened(path) as file:
         magic = file.read(4)
+    name = shown_name(path)
     if magic[:2] == b"\x1f\x8b" or magic[:3] == b"BZh" or magic == b"\xfd7zX" or magic == b"\x28\xb5\x2f\xfd":
-        return f"{path}: is compressed, samples are read by their offset. Unpack the shard (for example gunzip) first."
+        return f"{name}: is compressed, samples are read by their offset. Unpack the shard (for example gunzip) first."
     if not samples:
-        return f"{path}: is no tar file, or cut short before its first sample ({error}). Make or copy it again."
+        return f"{name}: is no tar file, or cut short before its first sample ({error}). Make or copy it again."
     whole = f'the last whole sample is "{samples[-2].key}"' if len(samples) > 1 else "no sample is whole"
-    return f"{path}: is cut short ({error}); {whole}, {len(samples) - 1} in all. Make or copy the shard again."
+    return f"{name}: is cut short ({error}); {whole}, {len(samples) - 1} in all. Make or copy the shard again."
 
 
 class ShardFiles:
@@ -150,14 +166,28 @@ class ShardFiles:
     """
 
     MOST_OPEN = 128
+    MOST_AT_ONCE = 16
 
     def __init__(self, paths: Sequence[Path]) -> None:
         self.paths = list(paths)
         self._handles: dict[int, int] = {}
+        self._remote = {i: RemoteShard(path) for i, path in enumerate(self.paths) if is_address(path)}
         self._lock = threading.Lock()
+
+    def prepare(self, places: Iterable[tuple[int, int, int]]) -> None:
+        """Bring what lies at (shard, offset, size) of remote shards into the cache, all at once: it will be read soon.
+
+        A batch comes from as many chunks as there are lanes; one after the other, each would cost a round trip.
+        """
+        remote = [place for place in places if place[0] in self._remote] if self._remote else []
+        if remote:
+            with ThreadPoolExecutor(min(self.MOST_AT_ONCE, len(remote))) as pool:
+                list(pool.map(lambda place: self._remote[place[0]].bring(*place[1:]), remote))
 
     def read(self, shard: int, offset: int, size: int) -> bytes:
         """`size` bytes at `offset` of a shard; DataError when the file is gone or shorter than that."""
+        if shard in self._remote:
+            return self._whole(shard, self._remote[shard].read(offset, size), size)
         try:
             with self._lock:  # held while reading, so that no other thread closes the file meanwhile
                 handle = self._handles.pop(shard, None)
@@ -169,8 +199,12 @@ class ShardFiles:
                 data = os.pread(handle, size, offset)
         except OSError as error:
             raise DataError(f"{self.paths[shard]}: cannot be read ({error.strerror}).") from None
+        return self._whole(shard, data, size)
+
+    def _whole(self, shard: int, data: bytes, size: int) -> bytes:
         if len(data) < size:
-            raise DataError(f"{self.paths[shard]}: became shorter while in use. Make or copy the shard again.")
+            name = shown_name(self.paths[shard])
+            raise DataError(f"{name}: became shorter while in use. Make or copy the shard again.")
         return data
 
     def close(self) -> None:

@@ -11,6 +11,7 @@ from typing import Any, Literal
 from mmlab.data.cache import exclusive, place_beside, write_beside
 from mmlab.data.datasets import BUILT_IN, DESCRIPTION, ensure
 from mmlab.data.index import Progress, read_turns
+from mmlab.data.remote import beside, is_address, is_remote, join, remote_folder, set_limit, shown_name
 from mmlab.data.shards import Member, ShardFiles, expand_shards, scan_shard
 from mmlab.data.tokenizer import train_tokenizer
 from mmlab.errors import DataError
@@ -28,6 +29,16 @@ def _folder(path: str, progress: Progress | None) -> Path | None:
     if path in BUILT_IN:
         return ensure(path, progress)
     return Path(path) if Path(path).is_dir() else None
+
+
+def _set(path: str, progress: Progress | None) -> tuple[str, dict[str, Any] | None]:
+    """(where the names of its shards start from, its dataset.json) of what a source names, local or remote."""
+    folder = remote_folder(path) if is_remote(path) else _folder(path, progress)
+    return path if is_remote(path) else str(folder or path), _description(folder) if folder else None
+
+
+def _within(base: str, name: str) -> str:
+    return join(base, name) if is_remote(base) else str(Path(base) / name)
 
 
 def _description(folder: Path) -> dict[str, Any] | None:
@@ -49,14 +60,15 @@ def _named(plan: Plan) -> list[tuple[str, str]]:
 def find_sources(plan: Plan, split: Literal["train", "held_out"], progress: Progress | None = None) -> list[list[Path]]:
     """Shards of a split, in order, of each source; held-out samples are one source. DataError naming the field when
     there are none."""
+    if any(is_remote(path) for path in (plan.data.path, *plan.data.sources, plan.data.held_out)):
+        set_limit(plan.data.cache_mb)
     if split == "held_out" and plan.data.held_out:
         return [expand_shards(plan.data.held_out, "data.held_out")]
     found = []
     for field, path in _named(plan):
-        folder = _folder(path, progress)
-        description = _description(folder) if folder else None
-        if folder and description and split in description["splits"]:
-            found.append(expand_shards(str(folder / description["splits"][split]), field))
+        base, description = _set(path, progress)
+        if description and split in description["splits"]:
+            found.append(expand_shards(_within(base, description["splits"][split]), field))
         elif split == "train" and not description:
             found.append(expand_shards(path, field))
         elif split == "train":
@@ -74,8 +86,8 @@ def has_held_out(plan: Plan) -> bool:
     """Whether the plan's data have held-out samples (an evaluation is possible)."""
     if plan.data.held_out:
         return True
-    folders = [folder for _, path in _named(plan) if (folder := _folder(path, None))]
-    return any("held_out" in (_description(folder) or {"splits": ()})["splits"] for folder in folders)
+    described = [_set(path, None)[1] for _, path in _named(plan)]
+    return any("held_out" in (one or {"splits": ()})["splits"] for one in described)
 
 
 def find_tokenizer(plan: Plan, shards: Sequence[Path]) -> Path:
@@ -87,9 +99,10 @@ def find_tokenizer(plan: Plan, shards: Sequence[Path]) -> Path:
             raise DataError(f'data.tokenizer = "{plan.data.tokenizer}": no such file. Name a tokenizer.json.')
         return path
     training = [shard for source in find_sources(plan, "train") for shard in source]
-    for beside in (training[0], shards[0]):
-        if (path := beside.parent / "tokenizer.json").is_file():
-            return path
+    for shard in (training[0], shards[0]):
+        found = beside(shard, "tokenizer.json") if is_address(shard) else shard.parent / "tokenizer.json"
+        if found and found.is_file():
+            return found
     return _trained_tokenizer(training, plan.model.language.vocab_size)
 
 
@@ -114,7 +127,7 @@ def _texts(shards: Sequence[Path]) -> Iterator[str]:
     try:
         for number, shard in enumerate(shards):
             for sample in scan_shard(shard):
-                where = f'{shard}: sample "{sample.key}"'
+                where = f'{shown_name(shard)}: sample "{sample.key}"'
                 turns, _ = read_turns(partial(_read_member, files, number), sample, where)
                 for turn in turns:
                     yield from (turn.prompt.replace("<image>", " "), turn.answer)

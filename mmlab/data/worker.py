@@ -48,6 +48,7 @@ def decode_jobs(tiles: np.ndarray, jobs: Sequence[Job]) -> list[str]:
     files = ShardFiles(list(dict.fromkeys(job.shard for job in jobs)))
     numbers = {path: number for number, path in enumerate(files.paths)}
     try:
+        files.prepare((numbers[job.shard], job.offset, job.size) for job in jobs)
         return [
             decode_into(
                 tiles[job.first : job.first + job.grid.tiles],

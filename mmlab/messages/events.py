@@ -17,6 +17,14 @@ Kinds and what they carry beside `t` (seconds since the epoch), `kind`, `lineage
   (bytes that they keep between steps), and in a measured step error (||reduced - dense|| / ||dense||)}}
 - `command`: id, verb, args, ok, ranks, message
 - `checkpoint`: name, path, seconds, bytes; `restore`: name, from_step, values {live key: as saved}
+- `recovery`, twice for each: done (false when it begins, true when the next generation has done its first step),
+  reason (the failure in a sentence), cause (a failure's kind), rank, role, phase, attempt k of (`of`) n, generation
+  (the one that follows), restore (the checkpoint asked for, null for the beginning), evidence (what the doctor saw of a
+  hung rank, else empty); when done also replaced (engines that took the place of others, by rank) and seconds from
+  the failure to the end of that step
+- `relayout`: the run goes on in another layout: name (of the state that it took up), changes {key: [before, after]},
+  before and after (ranks), generation, through ("memory" or "disk"), bytes, seconds (from the step boundary until the
+  state was taken up), steps (planned)
 - `eval`: loss, loss_swapped (null without images), tokens; `samples`: folder, items [{image, truth, text, prompt}]
 - `balance`: times {part: seconds}, layers_per_stage (the split chosen from them), seconds and even [of each rank of a
   pipeline, with that and with an even split]
@@ -109,6 +117,8 @@ def last_steps(lineages: list[Event]) -> dict[str, float]:
 def planned_steps(events: list[Event], default: int) -> int:
     """Planned steps of a run with what `set` made of them; `default` is the plan's own number."""
     for event in reversed(events):
+        if event["kind"] == "relayout":
+            return int(event["steps"])
         if event["kind"] == "command" and event.get("ok") and event["verb"] == "set":
             values = event["args"].get("values", {})
             if "train.steps" in values:

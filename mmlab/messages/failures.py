@@ -15,8 +15,8 @@ class Failure:
     """Why a rank left the run.
 
     `kind` is "input" (the user's plan, data or checkpoint), "exception" (its own fault), "memory" (out of memory),
-    "lost" (process gone) or "peer" (a collective broke because another rank left); `message` one line; `details` a
-    traceback or empty.
+    "lost" (process gone), "hung" (others wait for it; written by the keeper) or "peer" (a collective broke because
+    another rank left); `message` one line; `details` a traceback, what the doctor saw of a hung rank, or empty.
     """
 
     rank: int

@@ -19,7 +19,8 @@ class RunPaths:
     `plan.toml` the plan, `run.json` id, lab and generation, `events.jsonl` the append-only truth, `ledger.jsonl` the
     samples that each step consumed, `control/` the inbox (mode 0700) with `control/acks/`, `ranks/` one beacon a rank,
     `failures/` one file a failed rank and generation, `logs/` what ranks print, `checkpoints/`, `traces/` op times of
-    chosen steps.
+    chosen steps, `plans/` the plans of earlier generations where a relayout changed them, `relayout.json` a state
+    on its way to another layout.
     """
 
     root: Path
@@ -28,6 +29,16 @@ class RunPaths:
     def plan(self) -> Path:
         """The plan, TOML."""
         return self.root / "plan.toml"
+
+    @property
+    def plans(self) -> Path:
+        """Plans of earlier generations, TOML."""
+        return self.root / "plans"
+
+    @property
+    def move(self) -> Path:
+        """The state on its way to another layout (JSON); absent but for the moment of a relayout."""
+        return self.root / "relayout.json"
 
     @property
     def run(self) -> Path:

@@ -11,7 +11,11 @@ from typing import Any
 
 from mmlab.errors import PlanError
 from mmlab.messages.events import EventLog
-from mmlab.messages.files import RunPaths, write_atomic, write_json
+from mmlab.messages.files import RunPaths, read_json, write_atomic, write_json
+from mmlab.messages.moves import Move, take_plan
+
+TORCHRUN = "torchrun"
+"""`launcher` in `run.json` of a run that torchrun started: its number of ranks stays."""
 
 
 def runs_root() -> Path:
@@ -41,6 +45,16 @@ def create_run(root: Path, name: str, plan_toml: str, world_size: int, steps: in
             f"runs cannot be written to {root}: {error.strerror or error}; set MMLAB_RUNS to a folder that can"
         ) from None
     return paths
+
+
+def take_over_move(paths: RunPaths, move: Move, lineage: str) -> None:
+    """Make a run's next generation the one that takes up a state on its way: its plan, its number, its ranks."""
+    take_plan(paths, move)
+    info = read_json(paths.run) or {}
+    write_json(paths.run, info | {"generation": move.generation, "world_size": move.after, "engines": []})
+    log = EventLog(paths.events, lineage)
+    log.emit("state", state="starting", step=move.step, reason=move.reason)
+    log.close()
 
 
 def _new_folder(root: Path, name: str) -> RunPaths:

@@ -16,7 +16,9 @@ class DataConfig(Section):
 
     path: str = "emoji"
     """Folder of shards, a brace pattern such as "shards/train-{000000..000009}.tar", or a built-in set
-    ("emoji", "shapes"), which is made on first use in the data cache (a folder of that name is "./emoji")."""
+    ("emoji", "shapes"), which is made on first use in the data cache (a folder of that name is "./emoji"). Also
+    remote: "https://host/train-{000000..000009}.tar", "s3://bucket/prefix-{0..3}.tar", "pipe:COMMAND", or the address
+    of a folder that `mmlab data pack` made."""
     sources: Names = ()
     """Several sources to mix, each as data.path would name it; they then take its place."""
     weights: Shares = ()
@@ -38,6 +40,8 @@ class DataConfig(Section):
     text leaves less room in data.seq_len has fewer."""
     thumbnail: bool = True
     """Whether a picture cut into several tiles is also seen whole, as one more tile behind them."""
+    cache_mb: int = Field(20_000, ge=64)
+    """Megabytes (1e6 bytes) of the disk that blocks of remote shards may take on a host, in the data cache."""
     lanes: int = Field(8, ge=1)
     """Fixed walks through the shards; part of the order of samples, independent of the layout."""
     seed: int = Field(0, ge=0)

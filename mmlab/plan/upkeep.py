@@ -35,6 +35,16 @@ class ClusterConfig(Section):
     when it was made."""
     start_timeout: float = Field(180.0, gt=0)
     """Seconds that local engines may take to start (batch profiles wait without limit), likewise."""
+    max_recoveries: int = Field(3, ge=0)
+    """Most times within `recovery_window` that a lab replaces what failed and lets the run go on from its newest
+    checkpoint; then, and with 0 at once, the run fails."""
+    recovery_window: float = Field(3600.0, gt=0)
+    """Seconds within which recoveries count against `max_recoveries`."""
+    hang_timeout: float = Field(300.0, ge=0)
+    """Seconds without progress of any rank after which a run counts as hung and is recovered; ten times as long before
+    a generation's first step has ended and while ranks evaluate or save; 0 means never. A pause is no hang."""
+    spares: int = Field(0, ge=0)
+    """Engines beyond the plan's ranks that the lab keeps warm, so that a lost one is replaced at once."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where ranks compute; auto takes CUDA where torch sees one GPU for each rank of the host."""
     collectives: Literal["auto", "shm", "gloo"] = "auto"

@@ -151,6 +151,11 @@ class Diagnosis:
         )
 
     @property
+    def findings(self) -> str:
+        """What is wrong, in one line."""
+        return "; ".join(line.strip() for line in self._lines())
+
+    @property
     def text(self) -> str:
         """The diagnosis as lines of text."""
         rows = [self._head(), *self._lines()]

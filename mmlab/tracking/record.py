@@ -5,6 +5,7 @@ Works for live and ended runs, from any process, without engines and without tor
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 import time
@@ -18,6 +19,7 @@ from mmlab.messages.control import read_command
 from mmlab.messages.events import ENDED, Event, last_steps, planned_steps, read_events
 from mmlab.messages.failures import Failure, read_failures
 from mmlab.messages.files import RunPaths, process_alive, read_json
+from mmlab.messages.moves import moving_on
 from mmlab.messages.runs import runs_root
 from mmlab.tracking.bottleneck import Bottleneck
 from mmlab.tracking.compression import CompressionTable
@@ -43,6 +45,7 @@ class RunRecord:
         self._events: list[Event] = []
         self._offset = 0
         self._plan: Plan | None = None
+        self._plan_file = (0, 0)
         self._host = socket.gethostname()
 
     @property
@@ -57,12 +60,15 @@ class RunRecord:
 
     @property
     def plan(self) -> Plan:
-        """The plan that the run was started with, and what was measured at its start."""
+        """The plan that the run was started with, and what was measured at its start or changed by a relayout."""
         from mmlab.plan import Plan
 
-        if self._plan is None or self._plan.parallel.undecided:
-            self._plan = Plan.load(self.paths.plan)
-        return self._plan
+        with contextlib.suppress(OSError):
+            now = os.stat(self.paths.plan)
+            if self._plan is None or self._plan_file != (now.st_ino, now.st_mtime_ns):
+                self._plan = Plan.load(self.paths.plan)
+                self._plan_file = (now.st_ino, now.st_mtime_ns)
+        return self._plan or Plan.load(self.paths.plan)
 
     def events(self) -> list[Event]:
         """All events so far, oldest first."""
@@ -95,11 +101,11 @@ class RunRecord:
 
     def traffic(self) -> TrafficTable:
         """What the ranks said to each other in the last steps: groups, bytes, time under way and waited for."""
-        return TrafficTable(self.plan.layout(), self.metrics())
+        return TrafficTable(self.plan.layout(), self._in_this_layout())
 
     def bottleneck(self) -> Bottleneck:
         """What holds the run back, from the times of the last steps."""
-        return Bottleneck(self.live_plan(), self.metrics())
+        return Bottleneck(self.live_plan(), self._in_this_layout())
 
     def ledger(self) -> Ledger:
         """Which samples each step consumed, and whether none was lost and none came twice. MmlabError before the first
@@ -108,7 +114,14 @@ class RunRecord:
 
     def compression(self) -> CompressionTable:
         """What the last steps' gradients were coded with, what that saved, cost and lost."""
-        return CompressionTable(self.metrics())
+        return CompressionTable(self._in_this_layout())
+
+    def _in_this_layout(self) -> list[Event]:
+        """The steps of the current lineage since the last relayout: earlier ones have other ranks."""
+        steps = self.metrics()
+        lineages = {event["id"] for event in self.lineages()}
+        moves = [e["step"] for e in self._events if e["kind"] == "relayout" and e["lineage"] in lineages]
+        return [event for event in steps if event["step"] > max(moves, default=-1)]
 
     def live_plan(self) -> Plan:
         """The run's plan with what commands and restores have made of its live fields."""
@@ -118,6 +131,8 @@ class RunRecord:
         for event in self.events():
             if event["kind"] == "restore":
                 values |= event["values"]
+            elif event["kind"] == "relayout":
+                values = {}  # they are in the plan that it has written
             elif event["kind"] == "command" and event["verb"] == "set" and event["ok"]:
                 values |= event["args"]["values"]
         return set_live(self.plan, values) if values else self.plan
@@ -155,8 +170,11 @@ class RunRecord:
         info = self.info
         generation = info.get("generation", 0)
         beacons = self.beacons()
-        if state not in ENDED and (failure := self._failure(generation, beacons, state)):
-            state, reason = "failed", failure
+        if state not in ENDED and (move := moving_on(self.paths, generation)):
+            state, reason = "starting", move.reason
+        elif state not in ENDED and (failure := self._failure(generation, beacons, state)):
+            recovers = self._recovers(info, generation)
+            state, reason = ("starting", f"about to recover: {failure}") if recovers else ("failed", failure)
         ranks = [self._rank(beacon, info, state) for beacon in beacons]
         return {"state": state, "reason": reason, "generation": generation, "ranks": ranks}
 
@@ -194,6 +212,19 @@ class RunRecord:
         if state in LIVE and all_left(beacons, self.info.get("world_size", -1)):
             return LEFT_UNSAID
         return "the lab that was running it has ended" if self._lab_ended() else ""
+
+    def _recovers(self, info: dict[str, Any], generation: int) -> bool:
+        """Whether a keeper that lives decides what becomes of a failure: until it has spoken, the run has not failed.
+
+        What the user's input is at fault for is not recovered from.
+        """
+        keeper = info.get("keeper")
+        if not info.get("recovers") or not keeper:
+            return False
+        failures = read_failures(self.paths.failures, generation)
+        if failures and failures[0].kind == "input":
+            return False
+        return keeper["host"] != self._host or process_alive(keeper["pid"], keeper["started"])
 
     def _lab_ended(self) -> bool:
         """Whether the run was a lab's (`run.json`: lab {"root", "host"}, keeper) that is gone from this host."""

@@ -6,10 +6,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from mmlab.errors import MmlabError
-from mmlab.messages import new_command, send
-from mmlab.plan import set_live
+from mmlab.messages import Command, new_command, send
+from mmlab.plan import Plan, set_live
 from mmlab.plan.compression import checked, live_values
 from mmlab.plan.keys import flatten
+from mmlab.plan.relayout import differences, relaid
 from mmlab.tracking.record import ENDED, RunRecord
 from mmlab.tracking.sent import Sent
 
@@ -86,15 +87,53 @@ class Steered:
         """Save at the next step boundary; kept until it is deleted by hand."""
         return self._send("checkpoint", **({"name": name} if name else {}))
 
+    def relayout(self, plan: Plan | str | Mapping[str, Any], *changes: str | Mapping[str, Any]) -> Sent:
+        """Go on in another layout from the next step boundary: on the living engines, with weights, optimizer state and
+        data position as they are, through memory where they fit.
+
+        A plan (or its path or preset), or changes to the running one such as "parallel.tp=2". With more ranks engines
+        are started first, while the run goes on; with fewer some are idle. Live values that were set meanwhile stay,
+        unless the plan says otherwise. PlanError when the model, the data or the training would be another, and when
+        the new plan has problems.
+        """
+        values, new = self._relaid(plan, *changes)
+        command = new_command("relayout", {"changes": values})
+        self._check_goes_on("relayout")
+        more = new.world_size > self._record.info.get("world_size", 0)
+        if more and self._bring(new.world_size, command):
+            return Sent("relayout", command.id, self._record.paths.control)
+        return self._send_command(command)
+
+    def _bring(self, n: int, command: Command) -> bool:
+        """Have the run's lab give it a command as soon as there are n engines; False where no lab can."""
+        return False
+
+    def _relaid(
+        self, plan: Plan | str | Mapping[str, Any], *changes: str | Mapping[str, Any]
+    ) -> tuple[dict[str, Any], Plan]:
+        """What these make otherwise in the plan as it is now, by dotted key, and the plan that they lead to."""
+        live = self._record.live_plan()
+        if isinstance(plan, Plan) or (isinstance(plan, str) and "=" not in plan):
+            whole = plan if isinstance(plan, Plan) else Plan.load(plan)
+            values = differences(self._record.plan, whole.with_(*changes))
+        else:
+            values = differences(live, live.with_(plan, *changes))
+        return values, relaid(live, values)
+
     def _send(self, verb: str, **args: Any) -> Sent:
-        status = self.status()
-        if status["state"] in ENDED:
-            more = "; restore() (mmlab restore) starts it again from a checkpoint" if self._record.checkpoints() else ""
-            raise MmlabError(f"{verb}: run {self._record.id} has ended ({status['state']}){more}")
-        command = new_command(verb, args)
+        self._check_goes_on(verb)
+        return self._send_command(new_command(verb, args))
+
+    def _send_command(self, command: Command) -> Sent:
         control = self._record.paths.control
         try:
             send(control, command)
         except OSError as error:
-            raise MmlabError(f"{verb}: the inbox {control} cannot be written: {error.strerror}") from None
-        return Sent(verb, command.id, control)
+            raise MmlabError(f"{command.verb}: the inbox {control} cannot be written: {error.strerror}") from None
+        return Sent(command.verb, command.id, control)
+
+    def _check_goes_on(self, verb: str) -> None:
+        status = self.status()
+        if status["state"] in ENDED:
+            more = "; restore() (mmlab restore) starts it again from a checkpoint" if self._record.checkpoints() else ""
+            raise MmlabError(f"{verb}: run {self._record.id} has ended ({status['state']}){more}")

@@ -5,15 +5,18 @@ from __future__ import annotations
 import os
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 
 import torch.distributed as dist
 
-from mmlab.errors import MmlabError, PlanError
-from mmlab.messages import RunPaths, read_events, read_failures
-from mmlab.messages.runs import create_run, runs_root
+from mmlab.errors import LabError, MmlabError, PlanError
+from mmlab.messages import RunPaths, read_events, read_failures, read_json
+from mmlab.messages.moves import read_move
+from mmlab.messages.runs import TORCHRUN, create_run, runs_root, take_over_move
 from mmlab.plan import Plan
 from mmlab.train.job import Job
 from mmlab.train.worker import run_worker
@@ -21,6 +24,8 @@ from mmlab.train.worker import run_worker
 RUN_KEY = "mmlab/run"
 SAY_EVERY = 2.0
 """Seconds between lines about the steps done."""
+SEEN = 60.0
+"""Seconds in which what rank 0 writes into the run's folder is seen by the other ranks."""
 USAGE = "usage: torchrun --nproc-per-node N -m mmlab.train PLAN [key=value ...]"
 
 
@@ -32,8 +37,8 @@ def prepare(plan: Plan, world_size: int) -> Path:
             f"use --nproc-per-node {plan.world_size}"
         )
     plan.check().raise_if_any()
-    made = create_run(runs_root(), plan.name, plan.dumps(), world_size, plan.train.steps, generation=1)
-    return made.root
+    more = {"generation": 1, "launcher": TORCHRUN}
+    return create_run(runs_root(), plan.name, plan.dumps(), world_size, plan.train.steps, **more).root
 
 
 def _agree_on_run(arguments: list[str], rank: int, world_size: int, store: dist.Store) -> Path:
@@ -81,6 +86,21 @@ def _says_steps(paths: RunPaths) -> Iterator[None]:
         thread.join(5.0)
 
 
+def _next_generation(paths: RunPaths, job: Job) -> Job:
+    """This rank's part of the generation that takes up the state which the one before has left."""
+    move = read_move(paths)
+    assert move is not None  # written before any rank has left, removed when all have read it
+    if job.rank == 0:
+        events, _ = read_events(paths.events)
+        take_over_move(paths, move, events[-1]["lineage"])
+    end = time.monotonic() + SEEN
+    while (read_json(paths.run) or {}).get("generation") != move.generation:  # the new plan is there
+        if time.monotonic() > end:
+            raise LabError(f"rank 0 did not begin generation {move.generation} of {paths.root}")
+        time.sleep(0.05)
+    return replace(job, generation=move.generation, restore=move.name)
+
+
 def main(arguments: list[str]) -> int:
     """Exit code: 0 done or stopped, 1 the input is at fault, 2 the run failed."""
     if not arguments or "RANK" not in os.environ:
@@ -96,7 +116,8 @@ def main(arguments: list[str]) -> int:
     job = Job(str(run_dir), rank, world_size, host, port)
     paths = RunPaths(run_dir)
     with _says_steps(paths) if rank == 0 else nullcontext():
-        state = run_worker(job)
+        while (state := run_worker(job)) == "moved":
+            job = _next_generation(paths, job)
     if state != "failed":
         return 0
     if rank == 0:

@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 
 from mmlab.messages import Ack, Command, Inbox, RunPaths, read_abort, read_aborted, read_failures, write_aborted
+from mmlab.messages.moves import moving_on
 from mmlab.parallel.abort import Connections
 from mmlab.parallel.mesh import Mesh
 from mmlab.train.vitals import Vitals
@@ -28,12 +29,23 @@ UNWIND = 0.3
 """Seconds that a call which was cut gets to raise, before the training thread is interrupted wherever it is."""
 POLL = 0.1
 """Seconds between looks into the inbox and for failures (the design asks for 0.2 at most)."""
+LEAVE = 3.0
+"""Seconds in which all ranks leave a generation whose state is on its way to the next one."""
 SIGN_OF_LIFE = 5.0
 """Seconds between broadcasts during a pause: far below the groups' timeout, so a pause may last for days."""
 
 
-class Aborted(BaseException):
-    """The run was aborted. Not an Exception, so that nothing on the way takes it for an error that it can handle."""
+class Interrupted(BaseException):
+    """The training thread is to leave. Not an Exception, so that nothing on the way takes it for an error that it can
+    handle."""
+
+
+class Aborted(Interrupted):
+    """The run was aborted."""
+
+
+class Hung(Interrupted):
+    """The keeper found that the others wait for this rank."""
 
 
 class Channel:
@@ -86,18 +98,25 @@ class Listener:
         self._thread.start()
 
     def _run(self) -> None:
-        since = 0.0
+        since, moved, hung = 0.0, 0.0, False
         while not self._stop.wait(POLL):
             self._vitals.look()
             if self.rank == 0 and any(self.paths.control.glob("*.json")):
                 self._waiting.set()
             if self.aborted is None:
                 self.aborted, since = self._find_abort(), time.monotonic()
-            others = [f for f in read_failures(self.paths.failures, self.generation) if f.rank != self.rank]
-            if others or self.aborted is not None:  # at every look: who had not joined yet opens connections later
+            moved = moved or (time.monotonic() if moving_on(self.paths, self.generation) else 0.0)
+            if moved and time.monotonic() - moved > LEAVE:  # a rank died after the state was whole
                 self.connections.cut()
-            if self.aborted is not None and time.monotonic() - since > UNWIND:
-                self._interrupt()
+            failures = read_failures(self.paths.failures, self.generation)
+            others = [failure for failure in failures if failure.rank != self.rank]
+            if not hung and any(f.rank == self.rank and f.kind == "hung" for f in failures):
+                hung, since = True, time.monotonic()
+            if others or hung or self.aborted is not None:  # each time: who had not joined yet opens connections later
+                self.connections.cut()
+                self._waiting.set()  # a pause that waits for a command
+            if (self.aborted is not None or hung) and time.monotonic() - since > UNWIND:
+                self._interrupt(Hung if self.aborted is None else Aborted)
                 since = time.monotonic()
 
     def _find_abort(self) -> Command | None:
@@ -110,15 +129,15 @@ class Listener:
                     write_aborted(self.paths.failures, self.generation, found)
         return found
 
-    def _interrupt(self) -> None:
-        """Raise Aborted in the training thread, wherever its Python code is: it is in no call that could be cut."""
+    def _interrupt(self, error: type[Interrupted]) -> None:
+        """Raise an error in the training thread, wherever its Python code is: it is in no call that could be cut."""
         with self._lock:
             if self._interruptible:
                 thread = ctypes.c_ulong(self._vitals.thread)
-                ctypes.pythonapi.PyThreadState_SetAsyncExc(thread, ctypes.py_object(Aborted))
+                ctypes.pythonapi.PyThreadState_SetAsyncExc(thread, ctypes.py_object(error))
 
     def uninterruptible(self) -> None:
-        """From now on the training thread tidies up: an abort no longer raises in it. May raise Aborted a last time."""
+        """From now on the training thread tidies up: nothing is raised in it. May raise Interrupted a last time."""
         with self._lock:
             self._interruptible = False
 

@@ -11,7 +11,8 @@ class Job:
     """One rank's part of one generation of a run.
 
     `store_host` and `store_port` say where rank 0's TCPStore listens; `generation` counts starts of the run from 1;
-    `restore` names the checkpoint to begin from, None for the beginning.
+    `restore` names the checkpoint to begin from, None for the beginning; `recovers` says that a keeper decides what
+    becomes of a failure, so that no rank says that the run has failed.
     """
 
     run_dir: str
@@ -21,6 +22,7 @@ class Job:
     store_port: int = 0
     generation: int = 1
     restore: str | None = None
+    recovers: bool = False
 
     def to_json(self) -> dict[str, Any]:
         """As JSON values; `Job(**value)` is the way back."""

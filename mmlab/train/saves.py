@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mmlab.data.order import Position
@@ -40,18 +41,24 @@ class Saves:
         if periodic and self._saved == (here.lineage, step):
             return "saved before"
         folder = here.paths.checkpoints / (name or f"step-{step:06d}-{here.lineage}")
-        extra = {
-            "step": step, "lineage": here.lineage, "cursors": here.feed.cursors.to_json(), "periodic": periodic,
-            "plan": here.plan.dumps(), "loss": here.steering.loss, "loss_scale": here.runner.scale.state(),
-        }  # fmt: skip
-        with here.watch.timed("checkpoint"):
-            manifest = checkpoint.save(here.plan, here.mesh, here.built, folder, extra)
+        manifest = self.write(folder, here.plan, periodic)
         self._saved = self._saved if name else (here.lineage, step)
         if here.mesh.place.rank == 0:
             took = {"seconds": round(manifest["seconds"], 3), "bytes": manifest["bytes"]}
             here.emit("checkpoint", step=step, name=folder.name, path=str(folder), **took)
             checkpoint.prune(here.paths.checkpoints, here.plan.checkpoint.keep_last)
         return f"saved {folder.name}"
+
+    def write(self, folder: Path, plan: Plan, periodic: bool = False) -> dict[str, Any]:
+        """Save this step into a folder, with `plan` as what it goes on by; the manifest on rank 0. CheckpointError."""
+        here = self.session
+        extra = {
+            "step": here.steering.step, "lineage": here.lineage, "cursors": here.feed.cursors.to_json(),
+            "periodic": periodic, "plan": plan.dumps(), "loss": here.steering.loss,
+            "loss_scale": here.runner.scale.state(),
+        }  # fmt: skip
+        with here.watch.timed("checkpoint"):
+            return checkpoint.save(here.plan, here.mesh, here.built, folder, extra)
 
     def load(self, step: int | None, name: str) -> str:
         """Load a checkpoint and stand where it was made, on a new lineage."""
@@ -65,16 +72,22 @@ class Saves:
         name, problem = here.channel.share([name, problem])
         if problem:
             raise CheckpointError(problem)
+        manifest, values = self.take(here.paths.checkpoints / name)
+        here.emit("restore", step=manifest["step"], name=name, from_step=manifest["step"], values=values)
+        return f"restored {name} (step {manifest['step']})"
+
+    def take(self, folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Load what a folder holds and stand where it was made, on a new lineage: its manifest, and live values."""
+        here, name = self.session, folder.name
         with here.watch.timed("checkpoint"):
-            manifest = checkpoint.load(here.plan, here.mesh, here.built, here.paths.checkpoints / name)
+            manifest = checkpoint.load(here.plan, here.mesh, here.built, folder)
         here.runner.scale.load(manifest.get("loss_scale", {}))
         saved = Plan.loads(manifest["plan"], f"checkpoint {name}")
         values = self._take_values({key: get(saved, key) for key in live_keys() if key != "train.steps"}, name)
         here.steering.step, here.steering.loss = manifest["step"], manifest["loss"]
         here.runner.configure(here.plan, here.steering.step + 1, restored=True)
         here.begin_lineage(manifest["lineage"], manifest["step"], Position.from_json(manifest["cursors"]))
-        here.emit("restore", step=manifest["step"], name=name, from_step=manifest["step"], values=values)
-        return f"restored {name} (step {manifest['step']})"
+        return manifest, values
 
     def _take_values(self, values: dict[str, Any], name: str) -> dict[str, Any]:
         """Go on with a checkpoint's live values; what this plan cannot run with (it may have been saved in another

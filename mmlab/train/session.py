@@ -23,6 +23,7 @@ from mmlab.train.build import Built, communication
 from mmlab.train.control import Aborted, Boundary, Channel, Listener
 from mmlab.train.evaluate import Evaluator
 from mmlab.train.feed import Feed
+from mmlab.train.relayout import Relayout
 from mmlab.train.reported import Coded, StepResult
 from mmlab.train.runner import make_runner
 from mmlab.train.saves import Saves
@@ -69,10 +70,13 @@ class Session:
         """Whether the last step's reduction said that a command waits; true before the first step."""
         self.lineage = ""
         self.saves = Saves(self)
+        self.relayout = Relayout(self)
+        self.applying = ""
+        """Id of the command that is being applied."""
         self._verbs: dict[str, Callable[[dict[str, Any]], str]] = {
             "pause": self._pause, "resume": self._resume, "step": self._step_n, "set": self._set,
             "measure": self._measure, "checkpoint": self._checkpoint, "restore": self._restore,
-            "stop": self._stop, "abort": self._abort,
+            "relayout": self.relayout.begin, "stop": self._stop, "abort": self._abort,
         }  # fmt: skip
 
     def emit(self, kind: str, **fields: Any) -> None:
@@ -95,7 +99,7 @@ class Session:
         """From the beginning, or from a checkpoint's name ("latest" for the newest); all ranks together."""
         if restore is None:
             self.begin_lineage("", 0, self.feed.cursors)
-        else:
+        elif not self.relayout.arrive(restore):
             self.saves.load(None, "" if restore == "latest" else restore)
             steps = self.plan.train.steps  # the length of the run is not the checkpoint's, but what was last asked for
             if self.mesh.place.rank == 0:
@@ -180,16 +184,17 @@ class Session:
 
     def apply_commands(self) -> None:
         """The boundary: apply what waits, on all ranks; return when the run is to go on or has been stopped."""
-        while (self.commands_wait or self.steering.paused) and not self.steering.stopped:
+        while (self.commands_wait or self.steering.paused) and not self.over:
             self.watch.enter("control")
             commands = self.boundary.commands(wait=self.steering.paused and not self.commands_wait)
             self.commands_wait = False
             for command in commands:
-                self._apply(command)
+                if self.relayout.begun is None:  # what comes after is the next generation's
+                    self._apply(command)
         self.watch.enter("control")
 
     def _apply(self, command: Command) -> None:
-        before = self.state
+        before, self.applying = self.state, command.id
         try:
             message, ok = self._verbs[command.verb](command.args), True
         except RunFailed:
@@ -209,6 +214,11 @@ class Session:
             self.emit("command", step=step, id=command.id, verb=command.verb, args=command.args,
                       source=command.source, ok=ok, ranks=[0], message=message)  # fmt: skip
             self.listener.answer(Ack(command.id, ok, step, [0], message, time.time()))
+
+    @property
+    def over(self) -> bool:
+        """Whether this generation does no further step, though steps may be left: stopped, or on to another layout."""
+        return self.steering.stopped or self.relayout.begun is not None
 
     @property
     def state(self) -> str:

@@ -36,6 +36,7 @@ from mmlab.messages import (
     read_failures,
     write_failure,
 )
+from mmlab.messages.moves import moving_on
 from mmlab.parallel import shm
 from mmlab.parallel.abort import Connections
 from mmlab.parallel.mesh import Mesh, build_mesh, close_mesh
@@ -43,7 +44,7 @@ from mmlab.parallel.watch import Watch
 from mmlab.plan import Layout, Plan
 from mmlab.train.balance import settle
 from mmlab.train.build import build
-from mmlab.train.control import Aborted, Listener
+from mmlab.train.control import Aborted, Interrupted, Listener
 from mmlab.train.job import Job
 from mmlab.train.loop import train
 from mmlab.train.session import Session
@@ -119,7 +120,8 @@ def set_threads(plan: Plan, layout: Layout, rank: int) -> None:
 
 
 def run_worker(job: Job, fault: Fault | None = None) -> str:
-    """Do a whole generation of a run on this rank; returns finished, stopped or failed.
+    """Do a whole generation of a run on this rank; returns finished, stopped, failed, or moved: the next generation
+    takes over in another layout, as `relayout.json` says.
 
     Never raises for what goes wrong in training: a failure is recorded (`failures/`), one survivor appends the
     `state failed` event, and everything of this generation is dropped, so that the next one can start in the same
@@ -138,7 +140,7 @@ def run_worker(job: Job, fault: Fault | None = None) -> str:
             state = _run(plan, paths, mesh, watch, listener, job)
         except BaseException as error:
             state = _end_early(job, paths, watch, listener, error)
-    except Aborted as late:  # raised by the control thread just when something else had ended the run
+    except Interrupted as late:  # raised by the control thread just when something else had ended the run
         state = _end_early(job, paths, watch, listener, late)
     finally:
         listener.close()
@@ -164,7 +166,8 @@ def _join(job: Job) -> dist.Store | None:
     if not job.store_host:
         return None  # torchrun: the environment says where
     bind_gloo(job.store_host)
-    return dist.TCPStore(job.store_host, job.store_port, is_master=False, timeout=STORE_TIMEOUT)
+    store = dist.TCPStore(job.store_host, job.store_port, is_master=False, timeout=STORE_TIMEOUT)
+    return dist.PrefixStore(f"generation-{job.generation}", store)  # torchrun's store outlives a generation
 
 
 def _run(plan: Plan, paths: RunPaths, mesh: Mesh, watch: Watch, listener: Listener, job: Job) -> str:
@@ -185,10 +188,12 @@ def _run(plan: Plan, paths: RunPaths, mesh: Mesh, watch: Watch, listener: Listen
         transport = _say_transport(session, {text for _, texts in found for text in texts})
         ranks = [rank for rank, _ in found]
         session.emit(
-            "state", step=session.steering.step, state="running", reason="", ranks=ranks, transport=transport
+            "state", step=session.steering.step, state=session.state, reason="", ranks=ranks, transport=transport
         )  # fmt: skip
         state = train(session)
         session.channel.gather(True)  # nobody says finished before everybody is
+        if state == "moved":  # commands that still wait are the next generation's, and it has the last word
+            return state
         session.refuse_rest()
         session.emit("state", step=session.steering.step, state=state, reason="")
         return state
@@ -236,8 +241,13 @@ def _describe(error: BaseException, watch: Watch, plan_role: str) -> str:
 
 
 def _end_early(job: Job, paths: RunPaths, watch: Watch, listener: Listener, error: BaseException) -> str:
-    """What becomes of a run that ends by an exception: stopped when it was aborted, else failed."""
+    """What becomes of a run that ends by an exception: moved when its state is on its way to the next generation,
+    stopped when it was aborted, else failed."""
     listener.uninterruptible()
+    if moving_on(paths, job.generation):  # the state is whole: who left before the others costs nothing
+        traceback.clear_frames(error.__traceback__)
+        listener.connections.cut()
+        return "moved"
     command = listener.aborted or read_aborted(paths.failures, job.generation)
     if isinstance(error, Aborted) or (command is not None and _kind(error) == "peer"):
         traceback.clear_frames(error.__traceback__)
@@ -275,8 +285,11 @@ def _fail(job: Job, paths: RunPaths, watch: Watch, connections: Connections, err
     failure = Failure(job.rank, role, watch.phase, watch.step, _kind(error), _describe(error, watch, role), details)
     traceback.clear_frames(error.__traceback__)  # frames hold the old model and groups (design, decision 11)
     with contextlib.suppress(OSError):
-        write_failure(paths.failures, job.generation, failure)
+        if not any(known.rank == job.rank for known in read_failures(paths.failures, job.generation)):
+            write_failure(paths.failures, job.generation, failure)  # else the keeper has said what is wrong with it
     connections.cut()  # also where the disk is full: nobody waits for this rank
+    if job.recovers and failure.kind != "input":
+        return  # the keeper says what becomes of the run
     with contextlib.suppress(OSError):
         first = _first_cause(paths, job.generation, failure)
         if claim_report(paths.failures, job.generation):

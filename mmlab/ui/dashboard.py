@@ -220,7 +220,8 @@ def _finite(value: float | None) -> float | str | None:
 
 def _line(event: Event) -> dict[str, Any]:
     refused = event["kind"] == "command" and not event.get("ok")
-    bad = refused or event["kind"] in ("warning", "bad_image") or event.get("state") == "failed"
+    began = event["kind"] == "recovery" and not event.get("done")
+    bad = refused or began or event["kind"] in ("warning", "bad_image") or event.get("state") == "failed"
     return {"time": clock(event), "text": event_text(event), "bad": bad}
 
 

@@ -23,7 +23,8 @@ BETWEEN = {"eval": "evaluating", "checkpoint": "saving"}
 """What ranks do between steps, by phase of the beacon."""
 WINDOW = 20
 """Steps over which phases are averaged."""
-SHOWN = ("state", "lineage", "command", "checkpoint", "restore", "eval", "samples", "bad_image", "overflow", "warning")
+SHOWN = ("state", "lineage", "command", "checkpoint", "restore", "relayout", "recovery", "eval", "samples", "bad_image",
+         "overflow", "warning")  # fmt: skip
 """Kinds of events listed for people (steps are curves)."""
 
 
@@ -123,6 +124,9 @@ class Feed:
             self.commands.append(event)
             if event.get("ok") and event.get("verb") == "set":
                 self._take_values(event.get("args", {}).get("values", {}))
+        elif kind == "relayout":
+            self.steps = int(event.get("steps", self.steps))
+            self.rates = {name: getattr(self.plan.train, name).lr for name in self.rates}
         elif kind == "restore":
             self._take_values(event.get("values", {}))
         if kind in SHOWN:

@@ -79,6 +79,8 @@ def command_text(verb: str, args: dict[str, Any]) -> str:
     """A command as a person would give it."""
     if verb == "set":
         return "set " + ", ".join(f"{key} = {_value(value)}" for key, value in args.get("values", {}).items())
+    if verb == "relayout":
+        return "relayout " + ", ".join(f"{key} = {_value(value)}" for key, value in args.get("changes", {}).items())
     if verb == "step":
         return f"step {args.get('n', 1)}"
     if verb == "checkpoint" and args.get("name"):
@@ -121,18 +123,35 @@ def _checkpoint(event: Event) -> str:
     return f"checkpoint {event.get('name')}, {event.get('bytes', 0) / 1e6:.1f} MB in {event.get('seconds', 0.0):.1f} s"
 
 
+def _relayout(event: Event) -> str:
+    changes = ", ".join(f"{key} {old} -> {new}" for key, (old, new) in (event.get("changes") or {}).items())
+    ranks = f"{event.get('before')} -> {event.get('after')} ranks"
+    size = f"{event.get('bytes', 0) / 1e6:.1f} MB through {event.get('through')}"
+    return f"another layout, {ranks}: {changes}; {size} in {event.get('seconds', 0.0):.1f} s"
+
+
 def _overflow(event: Event) -> str:
     modules = ", ".join(event.get("modules") or [])
     return f"step {event.get('step')} left out: overflow in {modules}; loss scale now {number(event.get('loss_scale'))}"
 
 
+def _recovery(event: Event) -> str:
+    if not event.get("done"):
+        return f"recovery {event.get('attempt')} of {event.get('of')}: {event.get('reason')}"
+    replaced = event.get("replaced") or {}
+    engines = f", rank {', '.join(replaced)} on another engine" if replaced else ""
+    return f"recovered in {event.get('seconds', 0.0):.1f} s{engines}"
+
+
 _WORDS = {
+    "recovery": _recovery,
     "state": _state,
     "lineage": _lineage,
     "command": _command,
     "eval": _eval,
     "checkpoint": _checkpoint,
     "restore": lambda event: f"restored {event.get('name')} of step {event.get('from_step')}",
+    "relayout": _relayout,
     "samples": lambda event: f"wrote text for {len(event.get('items') or [])} held-out pictures",
     "bad_image": lambda event: f"image of {event.get('sample')} cannot be decoded: {event.get('reason')}",
     "overflow": _overflow,

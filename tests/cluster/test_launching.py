@@ -6,7 +6,8 @@ from types import SimpleNamespace
 import pytest
 
 from mmlab.cluster.engines import EngineInfo
-from mmlab.cluster.launching import Stopped, launch, take_over, watch
+from mmlab.cluster.launching import Stopped, launch, take_over
+from mmlab.cluster.watching import watch
 from mmlab.errors import LabError
 from mmlab.messages import EventLog, Failure, new_command, read_ack, read_json, send, write_failure
 from mmlab.messages.runs import create_run
@@ -23,7 +24,7 @@ class Described:
         self.engines = [EngineInfo(id, 100 + id, 1.0, host, False) for id, host in enumerate(hosts)]
         self.busy, self.blind = set(busy), set(blind)
         self.config = SimpleNamespace(worker="w")
-        self.asked, self.gone, self.started = 0, set(), []
+        self.asked, self.gone, self.started, self.killed = 0, set(), [], []
 
     def ensure(self, n):
         self.asked = n
@@ -33,6 +34,10 @@ class Described:
 
     def lost(self, engine):
         return engine.id in self.gone
+
+    def kill(self, engine):
+        self.killed.append(engine.id)
+        self.gone.add(engine.id)
 
     def call(self, team, method, arguments, timeout):
         if method == "state":
@@ -46,7 +51,7 @@ class Described:
 
 @pytest.fixture
 def run(tmp_path):
-    paths = create_run(tmp_path, "x", "", world_size=4, steps=10)
+    paths = create_run(tmp_path, "x", "cluster.max_recoveries = 0", world_size=4, steps=10)
     return take_over({"run_dir": str(paths.root), "generation": 1, "restore": "step-5", "time": 0.0})
 
 

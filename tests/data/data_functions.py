@@ -19,3 +19,12 @@ def open_and_list(shard: Path, tokenizer: Path) -> tuple[str, ...]:
 def make_shapes_once(folder: Path) -> int:
     """Inode of a small set that several processes make."""
     return make_folder_once(folder, partial(build, samples=200)).stat().st_ino
+
+
+def read_remote(path, size, block):
+    """All of a remote shard, in pieces as small as samples, with blocks of that many bytes."""
+    from mmlab.data.remote import RemoteShard, blocks
+
+    blocks.BLOCK = block
+    shard = RemoteShard(path)
+    return b"".join(shard.read(at, 500) for at in range(0, size, 500))

@@ -118,7 +118,6 @@ def test_a_source_is_decoded_by_dali_as_the_plan_says(tmp_path):
 
 def test_without_dali_the_plan_is_refused_and_a_rank_says_what_to_do(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "nvidia.dali", None)
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     plan = Plan.preset("quickstart").with_("data.backend=dali")
     (problem,) = plan.check()
     assert problem.field == "data.backend"

@@ -59,5 +59,5 @@ def free_lab(lab):
 
 @pytest.fixture
 def plan():
-    """A plan of three ranks that the fake worker steps through."""
-    return Plan.preset("laptop").with_("train.steps=100000", {"name": "fake"})
+    """A plan of three ranks that the fake worker steps through; a failure ends it."""
+    return Plan.preset("laptop").with_("train.steps=100000", "cluster.max_recoveries=0", {"name": "fake"})

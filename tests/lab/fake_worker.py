@@ -29,6 +29,10 @@ from mmlab.messages import (
 STEP = 0.02
 
 
+def number(name):
+    return int(name.rpartition("-")[2])
+
+
 def open_store(host):
     return host or "127.0.0.1", 1, object()
 
@@ -52,7 +56,7 @@ class Rank:
     def run(self):
         if self.job.rank == 0:
             self.start_log()
-        step = int(self.job.restore.rpartition("-")[2]) if self.job.restore else 0
+        step = self.restored()
         while step < self.steps and not self.stopping:
             if [f for f in read_failures(self.paths.failures, self.job.generation) if f.rank != self.job.rank]:
                 self.survive(step)
@@ -73,10 +77,16 @@ class Rank:
             (self.paths.root / "over").touch()
             self.log.emit("state", state="stopped" if self.stopping else "finished", step=step, reason="")
 
+    def restored(self):
+        name = self.job.restore
+        if name == "latest":
+            name = max((path.parent.name for path in self.paths.checkpoints.glob("*/manifest.json")), key=number)
+        return number(name) if name else 0
+
     def start_log(self):
         self.log = EventLog(self.paths.events, secrets.token_hex(2))
         (self.paths.root / "over").unlink(missing_ok=True)
-        step = int(self.job.restore.rpartition("-")[2]) if self.job.restore else 0
+        step = self.restored()
         self.log.emit("lineage", id=self.log.lineage, parent="", parent_step=step, step=step)
         self.log.emit("state", state="running", step=step, reason="")
 
@@ -133,7 +143,7 @@ class Rank:
         write_failure(self.paths.failures, self.job.generation, failure)
 
     def survive(self, step):
-        if self.what == "silent":
+        if self.what == "silent" or self.job.recovers:
             return
         first = read_failures(self.paths.failures, self.job.generation)[0]
         if claim_report(self.paths.failures, self.job.generation):

@@ -193,6 +193,23 @@ def test_an_exception_in_a_rank_is_named_and_the_lab_trains_again(free_lab, plan
     running(free_lab.train(plan))
 
 
+@pytest.mark.slow
+def test_a_rank_that_fails_again_and_again_gets_a_new_process_and_then_the_run_fails(free_lab, plan):
+    run = free_lab.train(plan.with_({"name": "raise-1"}, "cluster.max_recoveries=2"))
+    with pytest.raises(RunFailed, match=r"rank 1 .*: ValueError: scripted; recovered 2 times before .*: rank 1 "):
+        run.wait(timeout=60)
+    events = run.events()
+    assert [e["state"] for e in events if e["kind"] == "state"].count("failed") == 1
+    begun = [e for e in events if e["kind"] == "recovery" and not e["done"]]
+    assert [(e["attempt"], e["cause"], e["rank"], e["restore"]) for e in begun] == [
+        (1, "exception", 1, None),
+        (2, "exception", 1, None),
+    ]
+    done = [e for e in events if e["kind"] == "recovery" and e["done"]]
+    assert [list(e["replaced"]) for e in done] == [[], ["1"]]  # in the same process first
+    running(free_lab.train(plan))
+
+
 @pytest.mark.parametrize("name", ["fake", "silent"])
 def test_a_killed_engine_is_named_replaced_and_the_lab_trains_again(free_lab, plan, name):
     run = running(free_lab.train(plan.with_({"name": name})))

@@ -144,13 +144,29 @@ def test_native_windows_is_refused_in_one_sentence(monkeypatch):
 def test_a_cluster_stopped_from_the_sidebar_fails_the_run_and_the_lab_trains_again(owner):
     import ipyparallel as ipp
 
-    kernel = owner(TRAIN + "time.sleep(600)", outlive=True)
+    kernel = owner(TRAIN.replace("'name'", "'cluster.max_recoveries': 0, 'name'") + "time.sleep(600)", outlive=True)
     kernel.stdout.readline()
     lab = Lab.attach()
     ipp.Cluster.from_file(lab.info()["cluster_file"]).stop_cluster_sync()  # what the sidebar's button does
     status = eventually(lambda: (s := lab.run.status())["state"] == "failed" and s, timeout=2.0)
     assert "its process ended" in status["reason"]
     lab.train(lab.run.plan).wait(step=2, timeout=90)
+    pids = processes(lab)
+    lab.close()
+    assert_ended(pids)
+
+
+@pytest.mark.slow
+def test_a_run_goes_on_when_its_whole_cluster_ends(owner):
+    import ipyparallel as ipp
+
+    kernel = owner(TRAIN + "time.sleep(600)", outlive=True)
+    kernel.stdout.readline()
+    lab = Lab.attach()
+    before = {rank["pid"] for rank in lab.run.status()["ranks"]}
+    ipp.Cluster.from_file(lab.info()["cluster_file"]).stop_cluster_sync()
+    eventually(lambda: (s := lab.run.status())["generation"] == 2 and s["state"] == "running" and s["step"] > 2, 60)
+    assert before.isdisjoint(rank["pid"] for rank in lab.run.status()["ranks"])
     pids = processes(lab)
     lab.close()
     assert_ended(pids)

@@ -41,6 +41,7 @@ def real_lab(place, tmp_path, monkeypatch):
 @pytest.mark.slow
 def test_train_lose_a_rank_and_restore(real_lab, shard):
     changes = {"data.path": str(shard), "data.held_out": "", "train.steps": 100000, "data.lanes": 2}
+    changes["cluster.max_recoveries"] = 0
     run = real_lab.train(Plan.preset("laptop").with_("parallel.pp=1", changes))
     run.wait(step=2, timeout=100)
     ack = run.checkpoint().wait()

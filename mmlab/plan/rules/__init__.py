@@ -18,6 +18,7 @@ from mmlab.plan.rules import (
     model,
     onebit,
     pipeline,
+    remote,
     sequence,
     sharding,
 )
@@ -54,6 +55,7 @@ RULES: tuple[Rule, ...] = (
     general.mixture,
     data.tiles,
     data.backend,
+    remote.addresses,
     cluster.shared_memory,
     lora.lora_targets,
     lora.lora_rank,

@@ -12,12 +12,13 @@ from mmlab.plan.sizes import most_tiles
 
 def backend(plan: Plan) -> Iterator[Problem]:
     """What decodes images is installed."""
-    if plan.data.backend == "dali" and not _has_dali():
+    if plan.data.backend == "dali" and not has_dali():
         message = 'NVIDIA DALI is not installed here. pip install "mmlab[dali]" (Linux alone has it).'
         yield Problem("data.backend", message, Fix("decode with Pillow", ("data.backend=pillow",)))
 
 
-def _has_dali() -> bool:
+def has_dali() -> bool:
+    """Whether this machine has NVIDIA DALI."""
     try:
         return importlib.util.find_spec("nvidia.dali") is not None
     except ModuleNotFoundError:  # there is not even a package "nvidia"

@@ -1,0 +1,63 @@
+"""What becomes of a run of which a rank has failed: recovered at most so often in a window, then failed.
+
+The ranks that live keep their processes, and everybody builds everything anew (design, decision 11). A lost rank gets
+another engine; so does a hung one that does not come free, and one that fails again.
+"""
+
+from __future__ import annotations
+
+import time
+
+from mmlab.cluster.engines import Engines
+from mmlab.cluster.launching import ActiveRun, Again, Recovery
+from mmlab.messages import Failure
+from mmlab.messages.moves import read_move
+
+ONLY_A_NEW_PROCESS = ("cuda error", "nccl error")
+"""What the message of a failure contains after which its process cannot go on (from knowledge, not tried here)."""
+
+
+def recover(run: ActiveRun, engines: Engines, first: Failure) -> None:
+    """Have the next generation of a run started from its newest checkpoint, or from the beginning where there is none;
+    the run fails instead when it has been recovered too often."""
+    now, most = time.monotonic(), run.cluster.max_recoveries
+    recent = [past for past in run.history if now - past.noticed < run.cluster.recovery_window]
+    if len(recent) >= most:
+        times = f"{len(recent)} time{'s' if len(recent) > 1 else ''}"
+        before = "; ".join(f"{past.failure.sentence()}" for past in recent)
+        window = f"cluster.max_recoveries = {most} within {run.cluster.recovery_window:g} s"
+        run.fail(first, f"{first.sentence()}; recovered {times} before ({window}): {before}")
+        return
+    engine = run.engines[first.rank] if first.rank < len(run.engines) else None
+    found = Recovery(now, first, len(recent) + 1, 0 if engine is None else engine.pid)
+    again = any(past.pid == found.pid for past in recent)
+    if engine is not None and (again or any(mark in first.message.lower() for mark in ONLY_A_NEW_PROCESS)):
+        engines.kill(engine)
+    saved = any(run.paths.checkpoints.glob("*/manifest.json")) or read_move(run.paths)
+    restore = "latest" if saved else None
+    run.history.append(found)
+    run.recovering = found
+    run.emit("recovery", done=False, restore=restore, **_about(run, found, run.generation + 1))
+    run.again = Again(restore, f"recovering ({found.attempt} of {most}): {first.sentence()}")
+
+
+def say_recovered(run: ActiveRun) -> None:
+    """Once the first step of a generation after a failure has ended: log it, with the time it took."""
+    found = run.recovering
+    if found is None or not run.stepped:
+        return
+    pairs = zip(run.engines, run.before, strict=False)
+    replaced = {str(rank): new.id for rank, (new, old) in enumerate(pairs) if new != old}
+    seconds = round(time.monotonic() - found.noticed, 2)
+    about = _about(run, found, run.generation)
+    run.emit("recovery", done=True, restore=run.restore, replaced=replaced, seconds=seconds, **about)
+    run.recovering = None
+
+
+def _about(run: ActiveRun, found: Recovery, generation: int) -> dict[str, object]:
+    first = found.failure
+    evidence = first.details if first.kind == "hung" else ""
+    return {
+        "reason": first.sentence(), "cause": first.kind, "rank": first.rank, "role": first.role, "phase": first.phase,
+        "attempt": found.attempt, "of": run.cluster.max_recoveries, "generation": generation, "evidence": evidence,
+    }  # fmt: skip

@@ -1,0 +1,130 @@
+"""A run on its way to another layout: where its state is between two generations, and what becomes of it otherwise.
+
+`<run>/relayout.json` is there from the moment that the state of the generation before is whole until the next one has
+taken it up. The state itself is a checkpoint: in memory (a folder of this run's own on a tmpfs of the host), or on disk
+among the run's checkpoints.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import shutil
+import socket
+import tempfile
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from mmlab.messages.files import RunPaths, read_json, write_atomic, write_json
+
+ROOM = 1.25
+"""Times the bytes of a state that a tmpfs, and the machine's memory, must have free: the manifest, and files' slack."""
+
+
+@dataclass(frozen=True)
+class Move:
+    """What the next generation of a run begins with.
+
+    `generation` is that next one's number; `command` asked for it; `name` of the state, a checkpoint in `folder` of
+    `host`, in memory or not; `plan` is TOML; `before` and `after` ranks; `began` seconds since the epoch; `paused` and
+    `remaining` (steps until the next pause) as the run is steered.
+    """
+
+    generation: int
+    command: str
+    name: str
+    folder: str
+    host: str
+    memory: bool
+    step: int
+    plan: str
+    before: int
+    after: int
+    began: float
+    bytes: int
+    changes: dict[str, list[Any]]
+    paused: bool = False
+    remaining: int | None = None
+
+    @property
+    def reason(self) -> str:
+        """What changes, in one line."""
+        shown = ", ".join(f"{key} {old} -> {new}" for key, (old, new) in list(self.changes.items())[:6])
+        more = f" and {len(self.changes) - 6} more" if len(self.changes) > 6 else ""
+        ranks = f" ({self.before} -> {self.after} ranks)" if self.before != self.after else ""
+        return f"another layout{ranks}: {shown}{more}"
+
+
+def read_move(paths: RunPaths) -> Move | None:
+    """The move that a run is in; None where it is in none."""
+    found = read_json(paths.move)
+    return Move(**found) if isinstance(found, dict) else None
+
+
+def moving_on(paths: RunPaths, generation: int) -> Move | None:
+    """The move that has ended a generation: whatever becomes of its ranks, the next one takes over. None without."""
+    move = read_move(paths)
+    return move if move is not None and move.generation == generation + 1 else None
+
+
+def write_move(paths: RunPaths, move: Move) -> None:
+    """Say that a state is whole: from here on the next generation takes over."""
+    write_json(paths.move, asdict(move))
+
+
+def take_plan(paths: RunPaths, move: Move) -> None:
+    """Make the plan of a move the run's; the one before is kept as `plans/generation-N.toml`."""
+    old, new = paths.plan.read_bytes(), move.plan.encode()
+    if old != new:
+        paths.plans.mkdir(exist_ok=True)
+        write_atomic(paths.plans / f"generation-{move.generation - 1}.toml", old)
+        write_atomic(paths.plan, new)
+
+
+def memory_folders(paths: RunPaths) -> list[Path]:
+    """Where a state of this run may be in the memory of this host: a folder on each tmpfs that it may write to."""
+    name = f"mmlab-relayout-{os.getuid()}-{hashlib.sha256(str(paths.root.resolve()).encode()).hexdigest()[:16]}"
+    wanted = [Path("/dev/shm"), Path(f"/run/user/{os.getuid()}"), Path(tempfile.gettempdir())]
+    memory = {part.mountpoint for part in psutil.disk_partitions(all=True) if part.fstype == "tmpfs"}
+    return [root / name for root in wanted if str(root) in memory and os.access(root, os.W_OK | os.X_OK)]
+
+
+def memory_with_room(paths: RunPaths, size: int) -> Path | None:
+    """Where `size` bytes fit into memory; None where they do not."""
+    if psutil.virtual_memory().available < ROOM * size:
+        return None
+    return next((f for f in memory_folders(paths) if shutil.disk_usage(f.parent).free > ROOM * size), None)
+
+
+def forget_move(paths: RunPaths) -> None:
+    """The state has been taken up: nothing is on its way any more."""
+    paths.move.unlink(missing_ok=True)
+    for folder in memory_folders(paths):
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def rescue_move(paths: RunPaths) -> str:
+    """Make a state that no generation has taken up one of the run's checkpoints, and leave nothing in memory; its name.
+
+    Empty where there is nothing to rescue. OSError when the disk is full: the state then stays where it is.
+    """
+    move = read_move(paths)
+    if move is None:
+        return ""
+    source, target = Path(move.folder), paths.checkpoints / move.name
+    if move.memory and move.host == socket.gethostname() and (source / "manifest.json").is_file():
+        copy = target.with_name(f".{move.name}.partial")
+        shutil.rmtree(copy, ignore_errors=True)
+        try:
+            shutil.copytree(source, copy)
+            with contextlib.suppress(FileNotFoundError):
+                shutil.rmtree(target)
+            os.replace(copy, target)
+        finally:
+            shutil.rmtree(copy, ignore_errors=True)
+    forget_move(paths)
+    return move.name if (target / "manifest.json").is_file() else ""

@@ -1,0 +1,77 @@
+"""Another layout on real engines: more of them, fewer, and a rank that dies on the way."""
+
+import os
+import signal
+
+import pytest
+from lab_helpers import assert_ended, eventually, processes
+from test_training import shard  # noqa: F401  a fixture
+
+from mmlab import MmlabError, Plan, PlanError
+from mmlab.lab import Lab
+from mmlab.messages.moves import memory_folders
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture
+def two_engines(place, tmp_path, monkeypatch):
+    monkeypatch.setenv("JUPYTER_RUNTIME_DIR", str(tmp_path / "runtime"))
+    lab = Lab(engines=2)
+    yield lab
+    pids = processes(lab)
+    lab.close()
+    assert_ended(pids)
+
+
+@pytest.fixture
+def run(two_engines, shard):  # noqa: F811
+    changes = {"data.path": str(shard), "data.held_out": "", "train.steps": 100000, "data.lanes": 2}
+    run = two_engines.train(Plan.preset("laptop").with_("parallel.pp=1", changes))
+    run.wait(step=2, timeout=100)
+    return run
+
+
+def test_more_engines_then_fewer_then_a_rank_dies(two_engines, run):
+    pids = {rank["pid"] for rank in run.status()["ranks"]}
+    run.set("train.language.lr", 5e-4).wait()
+    ack = run.relayout("parallel.dp=2", "parallel.pp=2").wait(90)
+    assert "(2 -> 5 ranks)" in ack.message
+    run.wait(step=ack.step + 2, timeout=60)
+    status = run.status()
+    assert (status["state"], status["generation"], len(status["ranks"])) == ("running", 2, 5)
+    assert pids <= {rank["pid"] for rank in status["ranks"]}
+    assert run.plan.world_size == 5
+    assert run.plan.train.language.lr == 5e-4
+    run.pause().wait()
+    ack = run.relayout(run.plan.with_("parallel.dp=1", "parallel.tp=2", "parallel.pp=1")).wait()
+    eventually(lambda: run.status()["generation"] == 3 and run.status()["state"] == "paused", 60)
+    assert [rank["alive"] for rank in run.status()["ranks"]] == [True] * 3
+    run.step(2)
+    run.wait(step=ack.step + 2, timeout=60)
+    run.resume()
+    assert [row["step"] for row in run.metrics()] == list(range(1, len(run.metrics()) + 1))
+    assert run.ledger().ok
+    with pytest.raises(PlanError, match=r"data\.lanes stays 2"):
+        run.relayout("data.lanes=4")
+    _a_rank_dies(run)
+
+
+def _a_rank_dies(run):
+    """kill -9 once the state is whole: nothing is lost, wherever the next generation has got to."""
+    sent = run.relayout("parallel.tp=1")
+    eventually(lambda: run._record.paths.move.exists(), 30)
+    os.kill(run.status()["ranks"][-1]["pid"], signal.SIGKILL)
+    step = sent.wait().step
+    try:
+        run.wait(step=step + 1, timeout=60)
+    except MmlabError:
+        run.restore()
+        run.wait(step=step + 1, timeout=100)
+    assert run.plan.parallel.tp == 1
+    assert [row["step"] for row in run.metrics()] == list(range(1, len(run.metrics()) + 1))
+    assert run.ledger().ok
+    assert not run._record.paths.move.exists()
+    assert not any(folder.exists() for folder in memory_folders(run._record.paths))
+    run.stop()
+    run.wait(timeout=60)

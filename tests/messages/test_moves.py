@@ -1,0 +1,89 @@
+"""A state on its way between two generations that nobody took up."""
+
+import errno
+import shutil
+import socket
+
+import pytest
+
+from mmlab.messages import RunPaths, read_json, write_json
+from mmlab.messages.moves import Move, forget_move, memory_folders, memory_with_room, read_move, rescue_move, write_move
+
+
+@pytest.fixture
+def paths(tmp_path):
+    paths = RunPaths(tmp_path / "run")
+    paths.create()
+    yield paths
+    forget_move(paths)
+
+
+def left(paths, folder, **more):
+    """A state in a folder, with the record that it is whole."""
+    folder.mkdir(parents=True)
+    write_json(folder / "manifest.json", {"name": folder.name})
+    (folder / "part").write_bytes(b"weights")
+    fields = {"generation": 2, "command": "", "name": folder.name, "folder": str(folder), "host": socket.gethostname(),
+              "memory": True, "step": 5, "plan": "", "before": 3, "after": 2, "began": 0.0, "bytes": 7,
+              "changes": {"parallel.tp": [1, 2]}} | more  # fmt: skip
+    move = Move(**fields)
+    write_move(paths, move)
+    return move
+
+
+def in_memory(paths):
+    folders = memory_folders(paths)
+    if not folders:
+        pytest.skip("this host has no tmpfs")
+    return folders[0]
+
+
+def test_a_state_in_memory_becomes_a_checkpoint_and_leaves_the_memory(paths):
+    folder = in_memory(paths)
+    move = left(paths, folder / "relayout-step-5")
+    assert read_move(paths) == move
+    assert move.reason == "another layout (3 -> 2 ranks): parallel.tp 1 -> 2"
+    assert rescue_move(paths) == move.name
+    assert (paths.checkpoints / move.name / "part").read_bytes() == b"weights"
+    assert not folder.exists()
+    assert read_move(paths) is None
+    assert rescue_move(paths) == ""
+
+
+def test_a_state_on_disk_is_a_checkpoint_already(paths):
+    move = left(paths, paths.checkpoints / "relayout-step-5", memory=False)
+    assert rescue_move(paths) == move.name
+    assert read_json(paths.checkpoints / move.name / "manifest.json") == {"name": move.name}
+
+
+@pytest.mark.parametrize("gone", ["state", "manifest", "host"])
+def test_what_is_gone_is_forgotten(paths, gone):
+    folder = in_memory(paths)
+    move = left(paths, folder / "relayout-step-5", **({"host": "elsewhere"} if gone == "host" else {}))
+    if gone == "state":
+        shutil.rmtree(folder)
+    if gone == "manifest":
+        (folder / move.name / "manifest.json").unlink()
+    assert rescue_move(paths) == ""
+    assert read_move(paths) is None
+    assert not list(paths.checkpoints.iterdir())
+
+
+def test_a_full_disk_leaves_the_state_where_it_is(paths, monkeypatch):
+    folder = in_memory(paths)
+    move = left(paths, folder / "relayout-step-5")
+
+    def full(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(shutil, "copytree", full)
+    with pytest.raises(OSError, match="No space"):
+        rescue_move(paths)
+    assert read_move(paths) == move
+    assert (folder / move.name / "part").is_file()
+
+
+def test_memory_without_room_is_not_taken(paths):
+    in_memory(paths)
+    assert memory_with_room(paths, 1) is not None
+    assert memory_with_room(paths, 1 << 60) is None
