@@ -22,7 +22,8 @@ ACK_TIMEOUT = 60.0
 def register(app: typer.Typer) -> None:
     """Add the commands about runs."""
     looking, ending = (list_all, show, traffic, compression, ledger, diagnose, doctor), (stop, abort)
-    for command in (*looking, pause, resume, step, set_, compress, relayout, checkpoint, restore, export, *ending):
+    steering = (pause, resume, step, set_, compress, relayout, checkpoint, restore, export, chaos)
+    for command in (*looking, *steering, *ending):
         name = {"list_all": "runs", "set_": "set"}.get(command.__name__, command.__name__)
         app.command(name, rich_help_panel="Runs")(command)
 
@@ -148,6 +149,16 @@ def relayout(
 ) -> None:
     """Go on in another layout: a plan, or changes to the running one, on more or fewer ranks too."""
     _steer(run, "relayout", *changes)
+
+
+def chaos(
+    run: RunArgument,
+    action: Annotated[
+        list[str], typer.Argument(metavar="ACTION=TARGET...", help="kill=1, hang=1, slow=1 seconds=0.5, corrupt=last.")
+    ],
+) -> None:
+    """Do harm on purpose: kill or hang a rank, make it slow, damage the newest checkpoint."""
+    _print_ack(open_run(run).chaos(**_pairs(action, "kill=1")))
 
 
 def checkpoint(

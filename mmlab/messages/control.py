@@ -17,7 +17,9 @@ from typing import Any, Literal, get_args
 from mmlab.errors import PlanError
 from mmlab.messages.files import read_json, write_json
 
-Verb = Literal["pause", "resume", "step", "set", "measure", "checkpoint", "restore", "relayout", "stop", "abort"]
+Verb = Literal[
+    "pause", "resume", "step", "set", "measure", "checkpoint", "restore", "relayout", "chaos", "stop", "abort"
+]
 VERBS: tuple[str, ...] = get_args(Verb)
 _sequence = itertools.count()
 MOST = 1 << 20
@@ -30,6 +32,7 @@ class Command:
 
     Arguments by verb: step {"n": int}; set {"values": {dotted key: value}}; checkpoint {"name": str};
     restore {"step": int | None, "name": str}; relayout {"changes": {dotted key: value}}; abort {"generation": int};
+    chaos {"action": kill | hang | slow, "rank": int, "seconds": float, "phase": str};
     pause, resume, measure and stop none. An abort does not wait for a step boundary: the control thread of every rank
     carries it out.
     """

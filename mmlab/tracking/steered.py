@@ -11,6 +11,7 @@ from mmlab.plan import Plan, set_live
 from mmlab.plan.compression import checked, live_values
 from mmlab.plan.keys import flatten
 from mmlab.plan.relayout import differences, relaid
+from mmlab.tracking.chaos import check_rank, chosen, here_and_now
 from mmlab.tracking.record import ENDED, RunRecord
 from mmlab.tracking.sent import Sent
 
@@ -103,6 +104,20 @@ class Steered:
         if more and self._bring(new.world_size, command):
             return Sent("relayout", command.id, self._record.paths.control)
         return self._send_command(command)
+
+    def chaos(self, *, seconds: float | None = None, phase: str = "", **action: Any) -> Sent:
+        """Do harm on purpose, to see what becomes of it; one action at a time.
+
+        `kill=1` ends the process of rank 1 with SIGKILL: at once on this host, elsewhere in the next step. `hang=1` has
+        rank 1 hang in the next step. `slow=1` with `seconds=` makes its steps so much slower (0: no longer).
+        `corrupt="last"` flips a byte of the newest checkpoint, else of the named one. `phase` (such as "backward")
+        says in which phase of the next step to kill or hang, or where to be slow; default: where the rank computes.
+        MmlabError for a rank that does not exist, and for a run that has ended.
+        """
+        strike = chosen(action, seconds, phase)
+        self._check_goes_on("chaos")
+        check_rank(self._record, strike)
+        return here_and_now(self._record, strike) or self._send("chaos", **strike.args())
 
     def _bring(self, n: int, command: Command) -> bool:
         """Have the run's lab give it a command as soon as there are n engines; False where no lab can."""

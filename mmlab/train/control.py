@@ -98,24 +98,25 @@ class Listener:
         self._thread.start()
 
     def _run(self) -> None:
-        since, moved, hung = 0.0, 0.0, False
+        since, moved = 0.0, 0.0
         while not self._stop.wait(POLL):
             self._vitals.look()
             if self.rank == 0 and any(self.paths.control.glob("*.json")):
                 self._waiting.set()
             if self.aborted is None:
-                self.aborted, since = self._find_abort(), time.monotonic()
+                self.aborted = self._find_abort()
             moved = moved or (time.monotonic() if moving_on(self.paths, self.generation) else 0.0)
             if moved and time.monotonic() - moved > LEAVE:  # a rank died after the state was whole
                 self.connections.cut()
             failures = read_failures(self.paths.failures, self.generation)
             others = [failure for failure in failures if failure.rank != self.rank]
-            if not hung and any(f.rank == self.rank and f.kind == "hung" for f in failures):
-                hung, since = True, time.monotonic()
+            hung = any(f.rank == self.rank and f.kind == "hung" for f in failures)
             if others or hung or self.aborted is not None:  # each time: who had not joined yet opens connections later
                 self.connections.cut()
                 self._waiting.set()  # a pause that waits for a command
-            if (self.aborted is not None or hung) and time.monotonic() - since > UNWIND:
+            if self.aborted is None and not hung:
+                since = time.monotonic()
+            elif time.monotonic() - since > UNWIND:
                 self._interrupt(Hung if self.aborted is None else Aborted)
                 since = time.monotonic()
 

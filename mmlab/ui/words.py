@@ -83,6 +83,8 @@ def command_text(verb: str, args: dict[str, Any]) -> str:
         return "relayout " + ", ".join(f"{key} = {_value(value)}" for key, value in args.get("changes", {}).items())
     if verb == "step":
         return f"step {args.get('n', 1)}"
+    if verb == "chaos":
+        return "chaos " + ", ".join(f"{key}={value}" for key, value in args.items())
     if verb == "checkpoint" and args.get("name"):
         return f"checkpoint {args['name']}"
     if verb == "restore":
@@ -120,7 +122,10 @@ def _eval(event: Event) -> str:
 
 
 def _checkpoint(event: Event) -> str:
-    return f"checkpoint {event.get('name')}, {event.get('bytes', 0) / 1e6:.1f} MB in {event.get('seconds', 0.0):.1f} s"
+    size, seconds = event.get("bytes", 0) / 1e6, float(event.get("seconds", 0.0))
+    stall = float(event.get("stall", seconds))
+    held = f", {1e3 * stall:.0f} ms of it between steps" if stall < seconds else ""
+    return f"checkpoint {event.get('name')}, {size:.1f} MB in {seconds:.1f} s{held}"
 
 
 def _relayout(event: Event) -> str:

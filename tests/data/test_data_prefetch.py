@@ -28,6 +28,11 @@ def wait_until(happened):
         time.sleep(0.005)
 
 
+@pytest.fixture(autouse=True)
+def _no_files_of_other_tests():
+    gc.collect()
+
+
 def open_batches() -> int:
     """Files in memory through which decode processes hand batches over."""
     names = (f"/proc/self/fd/{number}" for number in os.listdir("/proc/self/fd"))

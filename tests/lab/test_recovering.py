@@ -12,6 +12,7 @@ from PIL import Image
 
 from mmlab import Plan
 from mmlab.lab import Lab
+from mmlab.messages import PHASES
 from mmlab.tracking.sent import Sent
 
 pytestmark = pytest.mark.slow
@@ -137,3 +138,22 @@ def test_a_paused_run_is_still_paused_and_can_be_stopped_while_it_recovers(real_
     run.stop()
     run.wait(timeout=60, progress=False)
     assert run.status()["state"] == "stopped"
+
+
+def test_chaos_slows_a_rank_and_hangs_it_and_it_comes_free(real_lab, plan, losses):
+    losses(real_lab, plan)
+    run = real_lab.train(plan.with_("cluster.hang_timeout=2"))
+    run.wait(step=2, timeout=100, progress=False)
+    pids = [rank["pid"] for rank in run.status()["ranks"]]
+    slow = run.chaos(slow=1, seconds=0.4, phase="forward").wait()
+    run.wait(step=slow.step + 1, timeout=30, progress=False)
+    event = next(row for row in run.metrics() if row["step"] == slow.step + 1)
+    assert event["phases"][1][PHASES.index("forward")] >= 0.4
+    hang = run.chaos(hang=1).wait()
+    assert hang.message == "rank 1 is to hang in where it computes"
+    finish(real_lab, run, plan, losses)
+    begun, done = recoveries(run)
+    assert (begun["cause"], begun["rank"], begun["step"], done["replaced"]) == ("hung", 1, hang.step, {})
+    assert "rank 1" in begun["reason"]
+    assert "train/chaos.py" in begun["evidence"]
+    assert [rank["pid"] for rank in run.status()["ranks"]] == pids

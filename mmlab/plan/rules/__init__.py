@@ -55,6 +55,8 @@ RULES: tuple[Rule, ...] = (
     general.mixture,
     data.tiles,
     data.backend,
+    data.buckets,
+    data.token_budget,
     remote.addresses,
     cluster.shared_memory,
     lora.lora_targets,

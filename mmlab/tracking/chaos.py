@@ -1,0 +1,119 @@
+"""Faults on purpose, by real means: killed, hung and slow ranks, damaged checkpoints. Each is in the event log."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from mmlab.errors import CheckpointError, MmlabError
+from mmlab.messages import Ack, EventLog, Inbox, new_command, process_alive, read_json
+from mmlab.messages.beacon import PHASES
+from mmlab.tracking.record import RunRecord
+from mmlab.tracking.sent import Sent
+
+ACTIONS = ("kill", "hang", "slow", "corrupt")
+STRIKES_IN = tuple(phase for phase in PHASES if phase not in ("start", "control", "idle"))
+"""Phases in which a fault may be asked for."""
+
+
+@dataclass(frozen=True)
+class Strike:
+    """One action: `target` is a rank, or what `corrupt` damages; `seconds` and `phase` as asked for."""
+
+    action: str
+    target: Any
+    seconds: float | None
+    phase: str
+
+    def args(self) -> dict[str, Any]:
+        """What the command carries."""
+        found: dict[str, Any] = {"action": self.action}
+        found["name" if self.action == "corrupt" else "rank"] = self.target
+        return found | {k: v for k, v in (("seconds", self.seconds), ("phase", self.phase)) if v}
+
+
+def chosen(asked: Mapping[str, Any], seconds: float | None, phase: str) -> Strike:
+    """The one action that is asked for. MmlabError on none, several, and values that make no sense."""
+    if len(asked) != 1 or asked.keys() - set(ACTIONS):
+        what = f"not {', '.join(asked)}" if asked else "such as kill=1"
+        raise MmlabError(f"chaos takes one action at a time, of {', '.join(ACTIONS)}, {what}")
+    ((action, target),) = asked.items()
+    if action == "corrupt":
+        if not isinstance(target, str) or not target:
+            raise MmlabError(f'chaos corrupt= takes "last" or the name of a checkpoint, not {target!r}')
+    elif not isinstance(target, int) or isinstance(target, bool):
+        raise MmlabError(f"chaos {action}= takes a rank, not {target!r}")
+    if phase and (phase not in STRIKES_IN or action not in ("kill", "hang", "slow")):
+        raise MmlabError(f"chaos phase= goes with kill, hang and slow, and is one of {', '.join(STRIKES_IN)}")
+    if action == "slow" and (not isinstance(seconds, int | float) or isinstance(seconds, bool) or seconds < 0):
+        raise MmlabError("chaos slow= needs seconds=, by which each step of the rank is slower; 0 ends it")
+    if action != "slow" and seconds is not None:
+        raise MmlabError("chaos seconds= goes with slow")
+    return Strike(action, target, seconds, phase)
+
+
+def check_rank(record: RunRecord, strike: Strike) -> None:
+    """MmlabError when the run has no such rank."""
+    world = int(record.info.get("world_size", 0))
+    if strike.action != "corrupt" and not 0 <= strike.target < world:
+        raise MmlabError(f"chaos {strike.action}={strike.target}: the run has ranks 0 to {world - 1}")
+
+
+def here_and_now(record: RunRecord, strike: Strike) -> Sent | None:
+    """Do what needs no step boundary: kill a process of this host, damage a file. None for all else."""
+    if strike.action == "corrupt":
+        return _logged(record, strike, [], _flip(record, strike.target))
+    if strike.action != "kill" or strike.phase:
+        return None
+    beacon = next((beacon for beacon in record.beacons() if beacon.rank == strike.target), None)
+    if beacon is None or beacon.host != socket.gethostname():
+        return None
+    if beacon.done or not process_alive(beacon.pid, beacon.started):
+        raise MmlabError(f"chaos kill={strike.target}: its process (pid {beacon.pid}) has ended already")
+    text = f"SIGKILL to rank {beacon.rank} ({beacon.role}, pid {beacon.pid}), in {beacon.phase} of step {beacon.step}"
+    sent = _logged(record, strike, [beacon.rank], text)  # first: afterwards nobody may be there to see it
+    os.kill(beacon.pid, signal.SIGKILL)
+    return sent
+
+
+def _logged(record: RunRecord, strike: Strike, ranks: list[int], message: str) -> Sent:
+    """Write down what is done, and its answer, as a rank would."""
+    command = new_command("chaos", strike.args())
+    status = record.status()
+    step = status["step"]
+    try:
+        log = EventLog(record.paths.events, status["lineage"])
+        log.emit("command", step=step, id=command.id, verb="chaos", args=command.args, source=command.source, ok=True,
+                 ranks=ranks, message=message)  # fmt: skip
+        log.close()
+        Inbox(record.paths.control).answer(Ack(command.id, True, step, ranks, message, time.time()))
+    except OSError as error:
+        raise MmlabError(f"chaos: {record.paths.root} cannot be written: {error.strerror}") from None
+    return Sent("chaos", command.id, record.paths.control)
+
+
+def _flip(record: RunRecord, name: str) -> str:
+    """Flip the bits of one byte in the middle of a checkpoint's largest file ("last": the newest one's)."""
+    known = record.checkpoints()
+    if not known:
+        raise CheckpointError(f"chaos corrupt={name}: run {record.id} has no checkpoint yet")
+    newest = max(known, key=lambda row: row["time"])
+    folder = Path((newest if name == "last" else record.find_checkpoint(name=name))["path"])
+    files = (read_json(folder / "manifest.json") or {}).get("files", {})
+    path = max((folder / file for file in files), key=lambda path: path.stat().st_size)
+    place = path.stat().st_size // 2
+    try:
+        with open(path, "r+b") as file:
+            file.seek(place)
+            (byte,) = file.read(1)
+            file.seek(place)
+            file.write(bytes([byte ^ 0xFF]))
+    except OSError as error:
+        raise MmlabError(f"chaos: {path} cannot be written: {error.strerror}") from None
+    return f"flipped byte {place} of {path.name} in checkpoint {folder.name}"
