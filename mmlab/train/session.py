@@ -9,6 +9,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from mmlab.data.balance import balance
+from mmlab.data.manifest import StepManifest
 from mmlab.data.order import Position
 from mmlab.data.pipeline import DataSource
 from mmlab.errors import MmlabError, PlanError, RunFailed
@@ -24,6 +26,7 @@ from mmlab.train.chaos import Chaos
 from mmlab.train.control import Aborted, Boundary, Channel, Listener
 from mmlab.train.evaluate import Evaluator
 from mmlab.train.feed import Feed
+from mmlab.train.leaving import Leaving
 from mmlab.train.relayout import Relayout
 from mmlab.train.reported import Coded, StepResult
 from mmlab.train.runner import make_runner
@@ -71,13 +74,18 @@ class Session:
         """Whether the last step's reduction said that a command waits; true before the first step."""
         self.lineage = ""
         self.saves = Saves(self)
+        self._told_over = False
         self.relayout = Relayout(self)
+        self.moving = False
+        """Whether the next generation takes over, in another layout or on other engines."""
+        self.members: list[dict[str, Any]] = []
+        """Every rank's {"rank", "role", "pid", "host"}, once all are there."""
         self.applying = ""
         """Id of the command that is being applied."""
         self._verbs: dict[str, Callable[[dict[str, Any]], str]] = {
             "pause": self._pause, "resume": self._resume, "step": self._step_n, "set": self._set,
             "measure": self._measure, "checkpoint": self._checkpoint, "restore": self._restore,
-            "relayout": self.relayout.begin, "stop": self._stop, "abort": self._abort,
+            "relayout": self.relayout.begin, "leave": Leaving(self).leave, "stop": self._stop, "abort": self._abort,
             "chaos": Chaos(watch, mesh.place.rank, mesh.world_size).act,
         }  # fmt: skip
 
@@ -131,7 +139,7 @@ class Session:
             self.emit("overflow", step=number, **fields)
         if batch.bad:
             self._name_bad(number, [batch.manifest.samples[position].key for position in sorted(batch.bad)])
-        self._emit_step(result, time.perf_counter() - began, batch.manifest.tokens, batch.manifest.tiles)
+        self._emit_step(result, time.perf_counter() - began, batch.manifest)
         self._after_step(result)
 
     def _wanted(self) -> bool:
@@ -148,13 +156,21 @@ class Session:
             reason = f"{reasons.get(key, 'it could not be decoded')}; its targets are masked"
             self.emit("bad_image", step=number, sample=key, reason=reason)
 
-    def _emit_step(self, result: StepResult, seconds: float, tokens: int, images: int) -> None:
-        told = result.reported
+    def _emit_step(self, result: StepResult, seconds: float, manifest: StepManifest) -> None:
+        if self.log is None:
+            return
+        told, tokens, images, spread = result.reported, manifest.tokens, manifest.tiles, balance(manifest)
+        if "over" in spread and not self._told_over:
+            self._told_over = True
+            self.emit("warning", step=self.steering.step, message=(
+                f"the fullest microbatch has {spread['over']} tokens more than data.token_budget = "
+                f"{self.plan.data.token_budget}; a larger data.bucket_window or more microbatches may help"
+            ))  # fmt: skip
         self.emit(
             "step", step=self.steering.step, loss=result.loss, tokens=tokens, images=images,
             samples=self.plan.data.global_batch, targets=result.targets, seconds=round(seconds, 5),
             tokens_per_s=round(tokens / seconds, 2), images_per_s=round(images / seconds, 2),
-            data_wait=self.watch_phase(result, "data"),
+            data_wait=self.watch_phase(result, "data"), balance=spread,
             **({"data_queue": told.queued} if told.queued is not None else {}),
             lr=result.lr, grad_norm={m: _finite(norm) for m, norm in result.grad_norm.items()},
             grad_norm_total=_finite(result.grad_norm_total),
@@ -196,7 +212,7 @@ class Session:
             commands = self.boundary.commands(wait=self.steering.paused and not self.commands_wait)
             self.commands_wait = False
             for command in commands:
-                if self.relayout.begun is None:  # what comes after is the next generation's
+                if not self.moving:  # what comes after is the next generation's
                     self._apply(command)
         self.watch.enter("control")
 
@@ -224,8 +240,8 @@ class Session:
 
     @property
     def over(self) -> bool:
-        """Whether this generation does no further step, though steps may be left: stopped, or on to another layout."""
-        return self.steering.stopped or self.relayout.begun is not None
+        """Whether this generation does no further step, though steps may be left: stopped, or on to the next one."""
+        return self.steering.stopped or self.moving
 
     @property
     def state(self) -> str:
