@@ -55,6 +55,10 @@ def test_tiles_in_buckets_resume_inside_a_window_and_are_told_of(pool, shaped_sh
     last = refused.events("state")[-1]
     assert last["state"] == "failed"
     assert "data.bucket_window = 24: the saved position is 24 samples into a bucket window" in last["reason"]
+    begun = {event["id"] for event in refused.events("lineage")}
+    assert begun == {
+        event["id"] for event in events if event["kind"] == "lineage"
+    }  # refused before anything was loaded
 
 
 @pytest.mark.slow
