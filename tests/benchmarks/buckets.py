@@ -79,14 +79,12 @@ def imbalance(plan: Any) -> dict[str, float]:
         manifest, position = source.manifest(step, position)
         told.append(balance(manifest))
         totals.append(manifest.tokens)
+        split, lengths = manifest.split, [sample.length for sample in manifest.samples]
         loads = [
-            sum(
-                manifest.samples[i].length
-                for m in range(manifest.split.microbatches)
-                for i in manifest.microbatch(d, m)
-            )
-            for d in range(manifest.split.dp)
+            sum(lengths[i] for m in range(split.microbatches) for i in manifest.microbatch(d, m))
+            for d in range(split.dp)
         ]
+        least.append(max(1.0, max(lengths) * split.dp * split.microbatches / sum(lengths)))
         replicas.append(max(loads) * len(loads) / sum(loads))
     source.close()
     return {
@@ -123,10 +121,9 @@ def main() -> None:
     print(machine())
     print(f"{'side':20} microbatches  (bound)  replicas  encoders  steps' deviation  steps/s  against the first")
     for row in rows:
-        print(
-            f"{row['side']:20} {row['tokens']:12.3f}  {row['bound']:7.3f}  {row['replicas']:8.3f}  {row['images']:8.3f}  {row['steps']:16.3f}"
-            f"  {row.get('steps_per_s', 0):7.3f}  {row.get('against_first', 1):.2f}"
-        )
+        evenness = f"{row['tokens']:12.3f}  {row['bound']:7.3f}  {row['replicas']:8.3f}  {row['images']:8.3f}"
+        speed = f"{row.get('steps_per_s', 0):7.3f}  {row.get('against_first', 1):.2f}"
+        print(f"{row['side']:20} {evenness}  {row['steps']:16.3f}  {speed}")
 
 
 if __name__ == "__main__":
