@@ -35,6 +35,7 @@ def test_tiles_in_buckets_resume_inside_a_window_and_are_told_of(pool, shaped_sh
     ledger = record.ledger()
     assert ledger.ok, ledger.problems
     assert "within windows of 36 samples" in str(ledger)
+    assert "source 1 (text), epoch 0: " in str(ledger)
     used = [sum(epoch.used for epoch in ledger.epochs if epoch.source == source) for source in (0, 1)]
     assert used == [54, 18]  # pictures and text
     assert all(record.ledger().samples(step) for step in range(1, 7))
