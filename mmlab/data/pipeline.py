@@ -52,6 +52,17 @@ def normalised(tiles: np.ndarray, bad: Sequence[slice] = ()) -> torch.Tensor:
     return pixels
 
 
+def joined(pieces: Sequence[torch.Tensor]) -> torch.Tensor:
+    """`torch.cat` of one or more contiguous tensors; without a copy where they lie behind one another in one buffer, as
+    a batch's pixels do."""
+    first, end = pieces[0], pieces[0].data_ptr()
+    for piece in pieces:
+        if piece.data_ptr() != end or piece.untyped_storage().data_ptr() != first.untyped_storage().data_ptr():
+            return torch.cat(list(pieces))
+        end += piece.nbytes
+    return first.as_strided((sum(map(len, pieces)), *first.shape[1:]), first.stride(), first.storage_offset())
+
+
 class DataSource:
     """One split of the plan's data: opens shards, tokenizer and indexes (making what is made on first use).
 
