@@ -1,10 +1,12 @@
 """How much evener buckets make the work of a step, and how much faster a step is, on lengths skewed as LLaVA's are.
 
 The set is made here: a fifth of it text alone, texts of log-normal length (sigma 1, as conversations have), pictures of
-several shapes that become up to six tiles and a thumbnail. Imbalance is largest over mean, of all steps of an epoch;
-times are those of warm ranks that take turns (`placements.measure`), two replicas of the laptop preset.
+several shapes that become up to six tiles and a thumbnail. Imbalance is largest over mean, of all steps of an epoch.
+The gain is that of the busiest replica's processor time, forward and backward of every microbatch in one thread, which
+other load on the machine does not touch; with --rounds also that of warm ranks that take turns (`placements.measure`),
+two replicas of the laptop preset, which wants both cores for itself.
 
-    python tests/benchmarks/buckets.py [--samples 1200] [--rounds 10] [--steps 8] [--json FILE]
+    python tests/benchmarks/buckets.py [--samples 1200] [--steps 32] [--rounds 0] [--json FILE]
 """
 
 from __future__ import annotations
@@ -14,6 +16,8 @@ import random
 import statistics
 import tarfile
 import tempfile
+import time
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -68,13 +72,12 @@ def plan_on(folder: Path) -> Any:
 
 def imbalance(plan: Any) -> dict[str, float]:
     """Means over the steps of an epoch: largest over mean of the tokens of microbatches and of replicas and of the
-    tiles of encoding ranks, and what the longest sample alone makes of the first; and of the steps' tokens, standard
-    deviation over mean."""
+    tiles of encoding ranks; and of the steps' tokens, standard deviation over mean."""
     from mmlab.data.balance import balance
     from mmlab.data.pipeline import DataSource
 
     source = DataSource(plan)
-    position, told, totals, replicas, least = source.start(), [], [], [], []
+    position, told, totals, replicas = source.start(), [], [], []
     for step in range(1, len(source) // STEP + 1):
         manifest, position = source.manifest(step, position)
         told.append(balance(manifest))
@@ -84,28 +87,58 @@ def imbalance(plan: Any) -> dict[str, float]:
             sum(lengths[i] for m in range(split.microbatches) for i in manifest.microbatch(d, m))
             for d in range(split.dp)
         ]
-        least.append(max(1.0, max(lengths) * split.dp * split.microbatches / sum(lengths)))
         replicas.append(max(loads) * len(loads) / sum(loads))
     source.close()
     return {
         "tokens": statistics.mean(entry["tokens"] for entry in told),
-        "bound": statistics.mean(least),
         "replicas": statistics.mean(replicas),
         "images": statistics.mean(entry["images"] or 1.0 for entry in told),
         "steps": statistics.pstdev(totals) / statistics.mean(totals),
     }
 
 
-def measure(samples: int, rounds: int, steps: int) -> list[dict[str, Any]]:
-    """A row a side: imbalance, and with `rounds` steps a second."""
+def busiest(plan: Any, steps: int) -> tuple[float, float]:
+    """Processor seconds of a step, means over `steps` steps: of the replica with most, and of all replicas."""
+    import torch
+
+    from mmlab.data.pipeline import DataSource
+    from mmlab.models.build import plain_model
+    from mmlab.models.weights import init_from
+
+    model, source = plain_model(plan, torch.float32), DataSource(plan)
+    init_from(model, plan)
+    position, most, mean = source.start(), [], []
+    for step in range(steps + 1):
+        manifest, position = source.manifest(step, position if step > 1 else source.start())  # the first one warms up
+        seconds = [0.0] * manifest.split.dp
+        for dp, m in product(range(manifest.split.dp), range(manifest.split.microbatches)):
+            positions = manifest.microbatch(dp, m)
+            text, (pixels, _) = source.text(manifest, positions), source.pixels(manifest, positions)
+            began = time.process_time()
+            (model(text, pixels) / manifest.targets()).backward()
+            seconds[dp] += time.process_time() - began
+            model.zero_grad()
+        if step:
+            most.append(max(seconds))
+            mean.append(statistics.mean(seconds))
+    source.close()
+    return statistics.mean(most), statistics.mean(mean)
+
+
+def measure(samples: int, steps: int, rounds: int) -> list[dict[str, Any]]:
+    """A row a side: imbalance, processor time of the busiest replica, with `rounds` steps a second."""
     import placements
 
     with tempfile.TemporaryDirectory(prefix="mmlab-buckets-") as folder:
         plan = plan_on(make_set(Path(folder), samples))
-        rows = [{"side": side} | imbalance(plan.with_(*changes)) for side, changes in SIDES.items()]
+        rows: list[dict[str, Any]] = []
+        for side, changes in SIDES.items():
+            most, mean = busiest(plan.with_(*changes), steps)
+            row = {"side": side, "busiest": most, "waiting": 1 - mean / most} | imbalance(plan.with_(*changes))
+            rows.append(row | {"gain": rows[0]["busiest"] / most if rows else 1.0})
         if rounds:
-            for row, timed in zip(rows, placements.measure(plan, SIDES, rounds, steps)["rows"], strict=True):
-                row |= {key: timed[key] for key in ("steps_per_s", "against_first")}
+            for row, timed in zip(rows, placements.measure(plan, SIDES, rounds, 8)["rows"], strict=True):
+                row["against_first"] = timed["against_first"]
     return rows
 
 
@@ -113,17 +146,17 @@ def main() -> None:
     """Measure and print."""
     arguments = parser(__doc__)
     arguments.add_argument("--samples", type=int, default=1200, help="samples of the set")
-    arguments.add_argument("--rounds", type=int, default=10, help="blocks of each side; 0 measures no times")
-    arguments.add_argument("--steps", type=int, default=8, help="steps of a block")
+    arguments.add_argument("--steps", type=int, default=32, help="steps whose processor time is taken")
+    arguments.add_argument("--rounds", type=int, default=0, help="blocks of 8 steps of warm ranks of each side")
     given = arguments.parse_args()
-    rows = measure(given.samples, given.rounds, given.steps)
+    rows = measure(given.samples, given.steps, given.rounds)
     keep(rows, given.json)
     print(machine())
-    print(f"{'side':20} microbatches  (bound)  replicas  encoders  steps' deviation  steps/s  against the first")
+    print(f"{'side':20} microbatches  replicas  encoders  steps' deviation  waiting  gain  with ranks")
     for row in rows:
-        evenness = f"{row['tokens']:12.3f}  {row['bound']:7.3f}  {row['replicas']:8.3f}  {row['images']:8.3f}"
-        speed = f"{row.get('steps_per_s', 0):7.3f}  {row.get('against_first', 1):.2f}"
-        print(f"{row['side']:20} {evenness}  {row['steps']:16.3f}  {speed}")
+        evenness = f"{row['tokens']:12.3f}  {row['replicas']:8.3f}  {row['images']:8.3f}  {row['steps']:16.3f}"
+        ranks = f"{row['against_first']:.2f}" if given.rounds else ""
+        print(f"{row['side']:20} {evenness}  {row['waiting']:7.1%}  {row['gain']:4.2f}  {ranks}")
 
 
 if __name__ == "__main__":
