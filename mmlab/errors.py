@@ -29,6 +29,10 @@ class CheckpointError(MmlabError):
     """A checkpoint is missing, incomplete, damaged or of another model."""
 
 
+class DamagedError(CheckpointError):
+    """A checkpoint is not, or no longer, what was saved: an older one may do."""
+
+
 class LabError(MmlabError):
     """Engines could not be started, found or reached."""
 

@@ -106,7 +106,7 @@ class Run(Steered):
     def export(self, folder: str | Path, step: int | None = None, name: str = "", adapters: bool = False) -> list[Path]:
         """Write a checkpoint's weights for Hugging Face's classes, or LoRA's `adapters` alone for PEFT; the files."""
         name = self._record.find_checkpoint(step, name)["name"]
-        return export(self._record.paths.checkpoints, Path(folder).absolute(), name=name, adapters=adapters)
+        return export(self._record.checkpoint_location, Path(folder).absolute(), name=name, adapters=adapters)
 
     @overload
     def log(self, rank: int, follow: Literal[False] = False, lines: int | None = None) -> str: ...

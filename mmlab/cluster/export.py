@@ -8,10 +8,11 @@ import sys
 from pathlib import Path
 
 from mmlab.errors import CheckpointError
+from mmlab.messages.locations import Location
 
 
 def export(
-    checkpoints: Path, folder: Path, step: int | None = None, name: str = "", adapters: bool = False
+    checkpoints: Path | Location, folder: Path, step: int | None = None, name: str = "", adapters: bool = False
 ) -> list[Path]:
     """Write a checkpoint's weights into a folder, as `mmlab.train.export.export_checkpoint` does; returns the files.
 

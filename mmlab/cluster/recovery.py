@@ -10,8 +10,11 @@ import time
 
 from mmlab.cluster.engines import Engines
 from mmlab.cluster.launching import ActiveRun, Again, Recovery
+from mmlab.errors import MmlabError
 from mmlab.messages import Failure
+from mmlab.messages.checkpoints import location_of, manifests
 from mmlab.messages.moves import read_move
+from mmlab.plan import Plan
 
 ONLY_A_NEW_PROCESS = ("cuda error", "nccl error")
 """What the message of a failure contains after which its process cannot go on (from knowledge, not tried here)."""
@@ -33,12 +36,20 @@ def recover(run: ActiveRun, engines: Engines, first: Failure) -> None:
     again = any(past.pid == found.pid for past in recent)
     if engine is not None and (again or any(mark in first.message.lower() for mark in ONLY_A_NEW_PROCESS)):
         engines.kill(engine)
-    saved = any(run.paths.checkpoints.glob("*/manifest.json")) or read_move(run.paths)
+    saved = _saved(run) or read_move(run.paths)
     restore = "latest" if saved else None
     run.history.append(found)
     run.recovering = found
     run.emit("recovery", done=False, restore=restore, **_about(run, found, run.generation + 1))
     run.again = Again(restore, f"recovering ({found.attempt} of {most}): {first.sentence()}")
+
+
+def _saved(run: ActiveRun) -> bool:
+    """Whether there is a checkpoint to go on from, wherever the plan keeps them."""
+    try:
+        return bool(manifests(location_of(run.paths, Plan.load(run.paths.plan).checkpoint.location)))
+    except (MmlabError, OSError):
+        return True  # who cannot look does not begin anew: the ranks will say why they cannot go on
 
 
 def say_recovered(run: ActiveRun) -> None:

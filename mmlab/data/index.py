@@ -58,6 +58,24 @@ class ShardIndex:
         """The sample's lengths, piece by piece."""
         return self.segments[self.segment_first[sample] : self.segment_first[sample + 1]].tolist()
 
+    def select(self, wanted: np.ndarray) -> ShardIndex:
+        """The index of some of the samples alone (bool [n]), in their order."""
+        chosen = np.flatnonzero(wanted)
+        images, image_first = _runs(self.image_first, chosen)
+        segments, segment_first = _runs(self.segment_first, chosen)
+        keys = tuple(self.keys[sample] for sample in chosen.tolist())
+        return ShardIndex(
+            keys, self.texts[chosen], self.images[images], image_first, self.segments[segments], segment_first
+        )
+
+
+def _runs(first: np.ndarray, chosen: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """(indices of the entries of the chosen samples, where each of them begins among these) of a list of lists."""
+    lengths = np.diff(first)[chosen]
+    begins = np.concatenate([[0], np.cumsum(lengths)])
+    entries = np.arange(begins[-1]) + np.repeat(first[:-1][chosen] - begins[:-1], lengths)
+    return entries.astype(np.int64), begins.astype(np.int64)
+
 
 def read_turns(read: Callable[[Member], bytes], sample: ScannedSample, where: str) -> tuple[list[Turn], str]:
     """A sample's conversation and which member ("txt" or "json") it came from. DataError without any text.

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+from mmlab.data.buckets import Work, deal_within
 from mmlab.data.tiling import Grid
 from mmlab.plan.schema import Plan
 
@@ -41,6 +42,11 @@ class ManifestSample:
         """Tiles of all its images; 0 for text only."""
         return sum(grid.tiles for grid in self.grids)
 
+    @property
+    def work(self) -> Work:
+        """What it costs."""
+        return Work(self.length, self.tiles)
+
 
 @dataclass(frozen=True)
 class Split:
@@ -48,7 +54,8 @@ class Split:
 
     Where owners are ranks of the replicas, `stride` of them in a row belong to one replica, the next to the next, and
     round again; 0 where they belong to none. `local`: no image leaves its replica. `together`: microbatches whose
-    images are encoded at once; owners are balanced over these.
+    images are encoded at once; owners are balanced over these. `even`: samples are dealt to microbatches by their work,
+    else in order; then `budget` is how many tokens a microbatch has at most where that can be (0: no limit).
     """
 
     dp: int = 1
@@ -57,15 +64,19 @@ class Split:
     stride: int = 0
     local: bool = False
     together: int = 1
+    even: bool = False
+    budget: int = 0
 
     @classmethod
     def of(cls, plan: Plan) -> Split:
         """The plan's: encoder ranks, those of each replica's first stage, or all ranks own images."""
-        p = plan.parallel
+        p, d = plan.parallel, plan.data
         grid, stride = p.dp * p.cp * p.tp, p.cp * p.tp
         owners = {"own_ranks": p.vision_dp, "first_stage": grid, "all_ranks": grid * p.pp}[p.vision]
         stride = 0 if p.vision == "own_ranks" else stride
-        return cls(p.dp, p.microbatches, owners, stride, p.vision == "first_stage", p.encoder_batch)
+        even = d.bucket_window > 0 or d.token_budget > 0
+        local = p.vision == "first_stage"
+        return cls(p.dp, p.microbatches, owners, stride, local, p.encoder_batch, even, d.token_budget)
 
     def one_replica(self) -> Split:
         """The same owners for a batch that replica 0 computes alone, as one microbatch."""
@@ -104,28 +115,48 @@ class StepManifest:
 
     A position is an index into `samples`; it names a sample of the step everywhere (bad sets, pixels, owners).
     Microbatch m of replica d holds positions (m * dp + d) * size ... + size, so microbatch m of all replicas is a
-    contiguous piece of the batch, and microbatches in order are the batch in order.
+    contiguous piece of the batch, and microbatches in order are the batch in order; with an even split it holds what
+    `deal_within` gives it. `unbucketed` are the samples that the step would have without a bucket window.
     """
 
     step: int
     samples: tuple[ManifestSample, ...]
     split: Split
+    unbucketed: tuple[ManifestSample, ...] = ()
 
-    @property
-    def microbatch_size(self) -> int:
-        """Samples of one microbatch on one replica."""
-        return len(self.samples) // (self.split.dp * self.split.microbatches)
+    @cached_property
+    def _microbatches(self) -> tuple[tuple[int, ...], ...]:
+        """Positions of microbatch m of replica d, at m * dp + d."""
+        count = self.split.dp * self.split.microbatches
+        if self.split.even:
+            dealt = deal_within([sample.work for sample in self.samples], count, self.split.budget)
+            return tuple(map(tuple, dealt))
+        size = len(self.samples) // count
+        return tuple(tuple(range(number * size, (number + 1) * size)) for number in range(count))
+
+    @cached_property
+    def _places(self) -> dict[int, tuple[int, int, int]]:
+        """(microbatch, place in it, replica) of each position."""
+        return {
+            position: (number // self.split.dp, place, number % self.split.dp)
+            for number, positions in enumerate(self._microbatches)
+            for place, position in enumerate(positions)
+        }
 
     def microbatch(self, dp: int, m: int) -> tuple[int, ...]:
         """Positions of microbatch m on replica dp, in order."""
-        size = self.microbatch_size
-        start = (m * self.split.dp + dp) * size
-        return tuple(range(start, start + size))
+        return self._microbatches[m * self.split.dp + dp]
 
     def microbatch_of(self, position: int) -> tuple[int, int]:
         """(replica, microbatch) that computes a sample's text: the inverse of `microbatch`."""
-        m, dp = divmod(position // self.microbatch_size, self.split.dp)
+        m, _, dp = self._places[position]
         return dp, m
+
+    def of_microbatches(self, microbatches: range) -> list[int]:
+        """Positions of these microbatches of all replicas, by microbatch, then replica, then place."""
+        dp = self.split.dp
+        numbers = range(microbatches.start * dp, min(microbatches.stop, self.split.microbatches) * dp)
+        return [position for number in numbers for position in self._microbatches[number]]
 
     @cached_property
     def _owners(self) -> tuple[int, ...]:
@@ -136,10 +167,10 @@ class StepManifest:
         owners = [-1] * len(self.samples)
         step_load = [0] * split.owners
         among = [split.owners_of(dp) for dp in range(split.dp)]
-        span = self.microbatch_size * split.dp * split.together
-        for start in range(0, len(self.samples), span):
+        for first in range(0, split.microbatches, split.together):
             load = [0] * split.owners
-            with_images = [i for i in range(start, min(start + span, len(owners))) if self.samples[i].tiles]
+            group = self.of_microbatches(range(first, first + split.together))
+            with_images = [i for i in group if self.samples[i].tiles]
             for i in sorted(with_images, key=self._turn):
                 dp, _ = self.microbatch_of(i)
                 owner = min(among[dp], key=lambda o: (load[o], step_load[o], not split.belongs(o, dp), o))
@@ -150,18 +181,17 @@ class StepManifest:
 
     def _turn(self, position: int) -> tuple[int, int, int, int]:
         """Sorts positions into the order in which they get owners."""
-        dp, m = self.microbatch_of(position)
-        return -self.samples[position].tiles, m, position % self.microbatch_size, dp
+        return (-self.samples[position].tiles, *self._places[position])
 
     def owner(self, position: int) -> int:
         """Which of the `split.owners` encoders decodes and encodes this sample's images; -1 if it has none."""
         return self._owners[position]
 
     def owned(self, owner: int, m: int | None = None) -> tuple[int, ...]:
-        """Positions whose images an encoder owns, in order: of microbatch m of all replicas, or of the whole step."""
-        span = self.microbatch_size * self.split.dp
-        span_of = range(len(self.samples)) if m is None else range(m * span, (m + 1) * span)
-        return tuple(i for i in span_of if self._owners[i] == owner)
+        """Positions whose images an encoder owns: of microbatch m of all replicas, or of the whole step; in order of
+        microbatches, then replicas."""
+        span = range(self.split.microbatches) if m is None else range(m, m + 1)
+        return tuple(i for i in self.of_microbatches(span) if self._owners[i] == owner)
 
     def targets(self, bad: Collection[int] = frozenset()) -> int:
         """Target tokens of the step when the samples at the `bad` positions are masked."""

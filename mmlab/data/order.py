@@ -6,6 +6,7 @@ position in it is all that a checkpoint needs.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
@@ -22,17 +23,21 @@ _WINDOW = 1 << 32
 class Position:
     """Where the data stands: the resume state. `sources`: the cursors of each source; `taken`: samples drawn from each
     so far. With a shuffle window of `window` samples both are those at the window's start, and `offset` samples of it
-    are consumed."""
+    are consumed. With a bucket window all of these are those at its start, and `grouped` samples of it are consumed.
+    Inside a window, `settings` are what its samples depend on, by the plan's keys."""
 
     sources: tuple[Cursors, ...]
     taken: tuple[int, ...]
     offset: int = 0
     window: int = 0
+    grouped: int = 0
+    settings: tuple[tuple[str, Any], ...] = ()
 
     def to_json(self) -> dict[str, Any]:
         """As JSON values."""
         sources = [cursors.to_json() for cursors in self.sources]
-        return {"sources": sources, "taken": list(self.taken), "offset": self.offset, "window": self.window}
+        told = {"sources": sources, "taken": list(self.taken), "offset": self.offset, "window": self.window}
+        return told | {"grouped": self.grouped, "settings": dict(self.settings)}
 
     @classmethod
     def from_json(cls, value: dict[str, Any]) -> Position:
@@ -41,7 +46,14 @@ class Position:
             return cls((Cursors.from_json(value),), (0,))  # of one source the count decides nothing
         sources = tuple(Cursors.from_json(cursors) for cursors in value["sources"])
         taken = tuple(int(n) for n in value["taken"])
-        return cls(sources, taken, int(value["offset"]), int(value["window"]))
+        settings = tuple((key, _frozen(setting)) for key, setting in value.get("settings", {}).items())
+        grouped = int(value.get("grouped", 0))
+        return cls(sources, taken, int(value["offset"]), int(value["window"]), grouped, settings)
+
+
+def _frozen(value: Any) -> Any:
+    """A list from JSON as the tuple that the plan has."""
+    return tuple(value) if isinstance(value, list) else value
 
 
 class Order:
@@ -56,7 +68,8 @@ class Order:
         window: samples of the mixed order that are shuffled among each other; 0 means none.
 
     A source that is used up begins its next epoch, whatever the others do. After n samples each source has given its
-    share of n to within one sample or, with three or more sources, two.
+    share of n to within one sample or, with three or more sources, two. Shuffling leaves it at that: which source comes
+    when stays as it is, so that every step has its share of each.
     """
 
     def __init__(
@@ -95,7 +108,7 @@ class Order:
 
     def source_of(self, shard: int) -> int:
         """The source that a shard belongs to."""
-        return max(number for number, first in enumerate(self.first) if first <= shard)
+        return bisect_right(self.first, shard) - 1
 
     def start(self) -> Position:
         """The position before the first sample."""
@@ -119,7 +132,11 @@ class Order:
         if self._shuffled is None or self._shuffled[0] != start:
             items, after = self._draw(start, self.window)
             order = keyed_order(self.window, self.seed, _WINDOW + sum(start.taken) // self.window)
-            self._shuffled = start, [items[i] for i in order.tolist()], replace(after, window=self.window)
+            queues: list[list[LaneItem]] = [[] for _ in self.sources]
+            for i in reversed(order.tolist()):
+                queues[self.source_of(items[i].shard)].append(items[i])
+            mixed = [queues[self.source_of(item.shard)].pop() for item in items]
+            self._shuffled = start, mixed, replace(after, window=self.window)
         return self._shuffled[1:]
 
     def _draw(self, position: Position, n: int) -> tuple[list[LaneItem], Position]:

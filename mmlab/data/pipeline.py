@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import io
+import math
 import threading
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Literal
@@ -28,13 +29,16 @@ from mmlab.data.format import (
 from mmlab.data.index import Progress, open_indexes
 from mmlab.data.lanes import LaneItem
 from mmlab.data.manifest import ManifestSample, Split, StepManifest
+from mmlab.data.mixture import mix
 from mmlab.data.order import Order, Position
 from mmlab.data.packed import IGNORE, PackedText, TextSequence, pack
 from mmlab.data.remote import shown_name
+from mmlab.data.resume import Resume
 from mmlab.data.shards import ShardFiles
 from mmlab.data.sources import find_sources, find_tokenizer
 from mmlab.data.tiling import Grid, Picture, Tiling
 from mmlab.data.tokenizer import TextTokenizer
+from mmlab.data.windows import Buckets
 from mmlab.errors import DataError
 from mmlab.plan.schema import Plan
 
@@ -60,19 +64,29 @@ class DataSource:
     ) -> None:
         self.split = Split.of(plan)
         sources = find_sources(plan, split, progress)
-        self.shards = [shard for source in sources for shard in source]
-        self.tokenizer = TextTokenizer(find_tokenizer(plan, self.shards))
+        shards = [shard for source in sources for shard in source]
+        self.tokenizer = TextTokenizer(find_tokenizer(plan, shards))
         self.image_size = plan.model.vision.image_size
         self.tokens_per_tile = plan.model.vision.tokens_per_tile
         self.tiling = Tiling.of(plan)
         self.seq_len = plan.data.seq_len
         self.global_batch = plan.data.global_batch
         self._check_vocabulary(plan)
-        self.indexes = open_indexes(self.shards, self.tokenizer, progress)
+        indexes = open_indexes(shards, self.tokenizer, progress)
+        d, training = plan.data, split == "train"
+        weights, share, window, buckets = (
+            (d.weights, d.text_share, d.shuffle_window, d.bucket_window) if training else ((), 0.0, 0, 0)
+        )
+        mixture = mix(sources, indexes, weights, share)
+        self.shards, self.indexes, self.kinds = mixture.shards, mixture.indexes, mixture.kinds
+        self._several = len(sources) > 1
         self._check_length()
-        mixed = (plan.data.weights, plan.data.shuffle_window) if split == "train" else ()
-        sizes, counts = [len(index) for index in self.indexes], [len(source) for source in sources]
-        self.order = Order(sizes, plan.data.lanes, plan.data.seed, counts, *mixed)
+        sizes = [len(index) for index in self.indexes]
+        self.order = Order(sizes, d.lanes, d.seed, mixture.counts, mixture.weights, window)
+        self.buckets = Buckets(self.order, d.global_batch, buckets, self._sample)
+        self._resume = Resume(plan, self.order)
+        if training:
+            self._check_budget()
         self.files = ShardFiles(self.shards)
         self.bad_reasons: OrderedDict[str, str] = OrderedDict()
         """Why the pictures of a sample (by key) could not be decoded; the latest 1,000."""
@@ -92,6 +106,31 @@ class DataSource:
             raise DataError(
                 f"data.seq_len = {self.seq_len}: an image alone has {self.tokens_per_tile} tokens (patches of "
                 f"model.vision.patch_size in model.vision.image_size). Set data.seq_len={self.tokens_per_tile + 64}."
+            )
+
+    def _check_budget(self) -> None:
+        """DataError where a sample alone, or the mean step, is over the token budget."""
+        budget, parts = self.split.budget, self.split.dp * self.split.microbatches
+        if not budget:
+            return
+        tokens, sizes = Counter[int](), Counter[int]()
+        for shard, index in enumerate(self.indexes):
+            for number in range(len(index)):
+                length = self._sample(LaneItem(shard, number, 0, 0)).length
+                tokens[self.order.source_of(shard)] += length
+                if length > budget:
+                    raise DataError(
+                        f'data.token_budget = {budget}: sample "{self.shards[shard].name}/{index.keys[number]}" alone '
+                        f"has {length} tokens. Set data.token_budget={length} or more, or data.seq_len={budget}."
+                    )
+            sizes[self.order.source_of(shard)] += len(index)
+        weights = self.order.weights
+        mean = sum(tokens[k] / sizes[k] * weight for k, weight in enumerate(weights)) / sum(weights) * self.global_batch
+        if mean > budget * parts:
+            raise DataError(
+                f"data.token_budget = {budget}: {self.global_batch} samples have {mean:.0f} tokens on average, more "
+                f"than {parts} microbatches hold. Set data.token_budget={math.ceil(1.2 * mean / parts)}, or have more "
+                "microbatches."
             )
 
     @property
@@ -114,8 +153,11 @@ class DataSource:
         return sum(len(index) for index in self.indexes)
 
     def identity(self) -> dict[str, Any]:
-        """What the order of samples depends on, as JSON values: shards (paths) and what `Order.identity` says."""
-        return {"shards": [str(path) for path in self.shards]} | self.order.identity()
+        """What the order of samples depends on, as JSON values: shards (paths), which kind of sample is read from each,
+        the bucket window, and what `Order.identity` says."""
+        shards = [str(path) for path in self.shards]
+        told = {"shards": shards, "kinds": self.kinds, "bucket_window": self.buckets.window}
+        return told | self.order.identity()
 
     # -- what a step consumes: no pixel and no text is read here
 
@@ -129,16 +171,15 @@ class DataSource:
         `split` divides the global batch (default: the plan's); it changes neither samples nor order. DataError when
         the position is of other lanes, sources or window.
         """
-        self._check_position(position)
-        items, after = self.order.take(position, self.global_batch)
-        return StepManifest(step, tuple(map(self._sample, items)), split or self.split), after
+        batch, after = self.buckets.take(self._resume.enter(position))
+        return StepManifest(step, batch.samples, split or self.split, batch.unbucketed), self._resume.leave(after)
 
     def _sample(self, item: LaneItem) -> ManifestSample:
         """An item of the order with its length and its tiles."""
         index, shard = self.indexes[item.shard], self.shards[item.shard]
         grids = self._grids(item.shard, item.index)
         length, targets, images = measure(index.segments_of(item.index), self._image_tokens(grids), self.seq_len)
-        key = f"{shard if len(self.order.sources) > 1 else shard.name}/{index.keys[item.index]}"
+        key = f"{shard if self._several else shard.name}/{index.keys[item.index]}"
         place = (key, item.shard, item.index, item.epoch, item.lane)
         return ManifestSample(*place, length, targets, grids[:images])
 
@@ -149,25 +190,6 @@ class DataSource:
 
     def _image_tokens(self, grids: Sequence[Grid]) -> list[int]:
         return [grid.tiles * self.tokens_per_tile for grid in grids]
-
-    def _check_position(self, position: Position) -> None:
-        """DataError when a saved position is none of this order."""
-        saved, lanes = len(position.sources[0].positions), self.order.lanes
-        if saved != lanes:
-            raise DataError(
-                f"data.lanes = {lanes}: the saved position is of {saved} lanes. Set data.lanes={saved} to go on from "
-                "there."
-            )
-        if len(position.sources) != len(self.order.sources):
-            raise DataError(
-                f"data.sources: the saved position is of {len(position.sources)} sources, not of "
-                f"{len(self.order.sources)}. Name the same sources in the same order to go on from there."
-            )
-        if position.offset and position.window != self.order.window:
-            raise DataError(
-                f"data.shuffle_window = {self.order.window}: the saved position is {position.offset} samples into a "
-                f"window of {position.window}. Set data.shuffle_window={position.window} to go on from there."
-            )
 
     # -- text
 

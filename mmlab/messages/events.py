@@ -5,7 +5,10 @@ Kinds and what they carry beside `t` (seconds since the epoch), `kind`, `lineage
 - `state`: state (queued, starting, running, paused, failed, finished, stopped), reason; for running: `ranks`,
   `transport` (what they talk through); for failed: `cause` (a failure's kind), rank, role, phase, log
 - `lineage`: id, parent (lineage or ""), parent_step: where the lineage branches off
-- `step`: loss, tokens, images, samples, seconds, tokens_per_s, images_per_s, data_wait, lr {module: x}, grad_norm
+- `step`: balance {tokens (of the fullest microbatch of all replicas over their mean), images (tiles of the encoding
+  rank with most over their mean, null without), with data.bucket_window unbucketed {tokens, images, total (tokens): of
+  the step as it would be without}, over (tokens that the fullest microbatch has more than data.token_budget)},
+  loss, tokens, images, samples, seconds, tokens_per_s, images_per_s, data_wait, lr {module: x}, grad_norm
   {module: x}, grad_norm_total (null where not finite), reduced ("momentum" in steps of 1-bit Adam after its freeze: the
   norms are then those of the first moment, for nobody has the gradient), loss_scale (with fp16), with telemetry on
   data_queue (steps decoded and waiting when the step asked for the next one, on the rank that had fewest: at 0 it had
@@ -16,7 +19,10 @@ Kinds and what they carry beside `t` (seconds since the epoch), `kind`, `lineage
   have left out so far, null where not finite), dense (bytes that its ranks would hand over without), kept
   (bytes that they keep between steps), and in a measured step error (||reduced - dense|| / ||dense||)}}
 - `command`: id, verb, args, ok, ranks, message
-- `checkpoint`: name, path, seconds, bytes; `restore`: name, from_step, values {live key: as saved}
+- `checkpoint`: once it is complete, which for one written in the background is some steps later than its step: name,
+  path, seconds (from the boundary to the manifest), stall (seconds for which the run was held up), bytes,
+  shared_bytes (of frozen modules that it refers to), periodic, reason (command, end, every N steps, ...)
+- `restore`: name, from_step, values {live key: as saved}
 - `recovery`, twice for each: done (false when it begins, true when the next generation has done its first step),
   reason (the failure in a sentence), cause (a failure's kind), rank, role, phase, attempt k of (`of`) n, generation
   (the one that follows), restore (the checkpoint asked for, null for the beginning), evidence (what the doctor saw of a

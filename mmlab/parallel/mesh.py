@@ -50,6 +50,8 @@ class Mesh:
     shards: Mapping[str, ShardGroup] = field(default_factory=dict)
     token_links: tuple[Link, Link] | None = None
     """Links of image tokens and of their gradients, where they cannot share those of the pipeline."""
+    store: dist.Store | None = None
+    """The rendezvous store; None for a plan of one rank."""
     closing: list[Callable[[], None]] = field(default_factory=list)
     """What is to be ended before the groups are, the last one first."""
 
@@ -149,7 +151,7 @@ def build_mesh(plan: Plan, layout: Layout, rank: int, store: dist.Store | None, 
         layout, place, device, control, tp, cp, reductions, embedding,
         Link(forward, rank, device, traffic, forward_down),
         Link(backward, rank, device, traffic, backward_down), traffic, shards,
-        _token_links(layout, rank, device, traffic),
+        _token_links(layout, rank, device, traffic), store or dist.distributed_c10d._get_default_store(),
     )  # fmt: skip
 
 

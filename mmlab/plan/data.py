@@ -23,6 +23,16 @@ class DataConfig(Section):
     shuffle_window: int = Field(0, ge=0)
     """Samples of the mixed order that are shuffled among each other; 0 means none. Chunks of neighbouring samples are
     shuffled in any case, and the order inside of each."""
+    text_share: float = Field(0.0, ge=0, lt=1)
+    """Share of text-only samples in every step, as near as whole samples allow, where sources hold both kinds; both
+    are then walked apart, each with epochs of its own. 0 leaves them as they come."""
+    bucket_window: int = Field(0, ge=0)
+    """Samples of the order that are regrouped so that the steps among them, and the microbatches of each, have about
+    the same number of tokens and tiles; a multiple of data.global_batch, 0 means none."""
+    token_budget: int = Field(0, ge=0)
+    """Tokens of a microbatch at most, image tokens included: samples of a step are dealt to its microbatches so that
+    none has more where that can be (a larger data.bucket_window helps), and its event says by how many where not. 0
+    means no limit."""
     held_out: str = ""
     """Shards for evaluation; empty means the built-in set's own held-out split, or none."""
     tokenizer: str = ""

@@ -14,10 +14,24 @@ class CheckpointConfig(Section):
 
     every_steps: int = Field(0, ge=0, json_schema_extra=LIVE)
     """Steps between checkpoints; 0 means only on command and at the end."""
+    every_minutes: float = Field(0.0, ge=0, json_schema_extra=LIVE)
+    """Minutes after which a checkpoint is saved, counted from the one before (or the start), by rank 0's clock; 0 means
+    that time does not matter."""
     at_end: bool = True
     """Whether a finished run saves a last checkpoint."""
     keep_last: int = Field(3, ge=0, json_schema_extra=LIVE)
     """Periodic checkpoints kept; 0 keeps all. Ones made on command are always kept."""
+    keep_every: int = Field(0, ge=0, json_schema_extra=LIVE)
+    """Periodic checkpoints of every so many steps are kept for good, beside the last ones; 0 keeps none."""
+    asynchronous: bool = Field(True, json_schema_extra=LIVE)
+    """Whether a periodic checkpoint is copied to host memory between two steps and written while the run goes on; else
+    the run waits until it is written."""
+    location: str = ""
+    """A folder, or an address that fsspec knows (`s3://bucket/folder`), that all ranks reach; the run's checkpoints lie
+    there below the run's name. Empty means in the run's own folder."""
+    fall_back: bool = True
+    """Whether a run that goes on from its newest checkpoint takes the one before where that is damaged. One that a
+    person names is never exchanged for another."""
 
 
 class ClusterConfig(Section):

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from mmlab.messages import PHASES
 from mmlab.plan.holders import beside_encoder
 from mmlab.plan.schema import MODULES
+from mmlab.tracking.balance import spread
 from mmlab.tracking.tables import WINDOW, Table, mean, milliseconds
 
 if TYPE_CHECKING:
@@ -51,6 +52,8 @@ class Bottleneck(Table):
     nothing = "nothing was timed: no step has ended yet, or tracking.telemetry is off"
 
     def __init__(self, plan: Plan, steps: Iterable[Mapping[str, Any]]) -> None:
+        steps = list(steps)
+        self._spread = spread(plan, steps)
         timed = [step for step in steps if step.get("phases")]
         timed = (timed[SKIPPED:] or timed)[-WINDOW:]
         self.plan = plan
@@ -175,12 +178,17 @@ class Bottleneck(Table):
         return f"{subject} the run back: {times}, {most.what}.{hint}"
 
     @property
+    def below(self) -> str:
+        """How evenly the work of a step is spread."""
+        return self._spread
+
+    @property
     def cells(self) -> list[tuple[str, ...]]:
         """Cause, time, share, how it is measured."""
         return [(w.cause, milliseconds(w.seconds), f"{w.share:.0%}", w.what) for w in self.waits]
 
     def __str__(self) -> str:
-        return f"{self.sentence}\n\n{super().__str__()}" if self.waits else self.sentence
+        return f"{self.sentence}\n\n{super().__str__()}" if self.waits else super().__str__()
 
     def html(self) -> str:
         """The sentence and the table as HTML."""

@@ -1,8 +1,9 @@
 """The ledger of a run: which samples each step consumed, and whether none was lost and none came twice.
 
 `<run>/ledger.jsonl`, written by rank 0 as each step ends. A line of kind "data" opens each lineage: shards (paths),
-sizes (samples of each), lanes, seed and the cursors that it begins with; a line of kind "step" holds its samples as
-[shard, position in it, epoch], in order. Prefetched samples that no step has consumed are not in it.
+sizes (samples of each), what else `DataSource.identity` says, and the cursors that it begins with; a line of kind
+"step" holds its samples as [shard, position in it, epoch], in order. Prefetched samples that no step has consumed are
+not in it.
 """
 
 from __future__ import annotations
@@ -59,7 +60,7 @@ class Ledger:
         self.steps: dict[int, list[Place]] = {}
         self.taken_back: list[tuple[str, int, int]] = []
         self.problems: list[str] = []
-        self._scanned: dict[Path, list[str]] = {}
+        self._scanned: dict[Path, list[tuple[str, str]]] = {}
         self._read(lines, lineages)
         self.epochs = self._count()
         self._prove(lineages)
@@ -103,13 +104,13 @@ class Ledger:
             self.problems.append("the ledger does not say with which data a lineage began")
             return
         if any(_order_of(line) != _order_of(path[0]) for line in path):
-            self.problems.append("the data set, its lanes or its seed changed between lineages")
+            self.problems.append("the data set, its lanes, its seed or its windows changed between lineages")
             return
         numbers = range(path[0]["step"] + 1, max(self.steps, default=0) + 1)
         self.problems += [f"step {number} is not in the ledger" for number in numbers if number not in self.steps]
         found = [place for number in sorted(self.steps) for place in self.steps[number]]
         twice = [place for place, count in Counter(found).items() if count > 1]
-        wanted = _in_order(path[0], len(found))
+        wanted = _in_order(path[0], found)
         used = set(found)
         lost = [place for place in wanted if place not in used]
         for places, what in ((twice, "came twice in an epoch"), (lost, "were passed over")):
@@ -128,15 +129,18 @@ class Ledger:
         """A sample as `shard/key`, or by its position in the shard where that cannot be read any more."""
         shard, index, _ = place
         path = Path(self._newest["shards"][shard])
-        keys = self._keys(path)
+        kind = self._newest["kinds"][shard] if "kinds" in self._newest else ""
+        keys = [key for key, of in self._keys(path) if kind in ("", of)]
         return f"{path.name}/{keys[index]}" if index < len(keys) else f"{path.name} number {index}"
 
-    def _keys(self, path: Path) -> list[str]:
+    def _keys(self, path: Path) -> list[tuple[str, str]]:
+        """(key, kind) of each sample of a shard."""
         from mmlab.data.shards import scan_shard
 
         if path not in self._scanned:
             try:
-                self._scanned[path] = [sample.key for sample in scan_shard(path)]
+                kinds = ("text", "images")
+                self._scanned[path] = [(sample.key, kinds[bool(sample.images)]) for sample in scan_shard(path)]
             except MmlabError:
                 self._scanned[path] = []
         return self._scanned[path]
@@ -163,7 +167,9 @@ class Ledger:
             told.append(f"{f'source {epoch.source}, ' * several}epoch {epoch.number}: {whole} samples")
         for lineage, start, end in self.taken_back:
             told.append(f"steps {start} to {end} of lineage {lineage} were taken back by a restore")
-        return told + (self.problems or ["none lost, none twice: the order is the plan's"])
+        window = self._newest.get("bucket_window", 0)
+        within = f" but for regrouping within windows of {window} samples" if window else ""
+        return told + (self.problems or [f"none lost, none twice: the order is the plan's{within}"])
 
     def to_json(self) -> dict[str, Any]:
         """The ledger as JSON values: "ok", "problems", "epochs", "taken_back", "samples" {step: names}."""
@@ -188,7 +194,8 @@ class Ledger:
 
 def _order_of(line: Event) -> list[Any]:
     """What the order of samples depends on, from a ledger's data line."""
-    return [[Path(shard).name for shard in line["shards"]], _order(line).identity()]
+    names = [Path(shard).name for shard in line["shards"]]
+    return [names, line.get("kinds", [""] * len(names)), line.get("bucket_window", 0), _order(line).identity()]
 
 
 def _order(line: Event) -> Order:
@@ -198,9 +205,21 @@ def _order(line: Event) -> Order:
     return Order.of(line)
 
 
-def _in_order(line: Event, count: int) -> list[Place]:
-    """The first `count` samples from the cursors of a data line on."""
+def _in_order(line: Event, found: list[Place]) -> list[Place]:
+    """As many samples as were found, from the cursors of a data line on; a bucket window, which is regrouped by what
+    only the data themselves tell, as it was found where all that was found in it belongs there."""
     from mmlab.data.order import Position
 
-    items, _ = _order(line).take(Position.from_json(line["cursors"]), count)
-    return [(item.shard, item.index, item.epoch) for item in items]
+    window, start = line.get("bucket_window", 0), Position.from_json(line["cursors"])
+    missing = start.grouped  # consumed of the first window before the line
+    count = -(-(missing + len(found)) // window) * window if window else len(found)
+    items, _ = _order(line).take(start, count)
+    places = [(item.shard, item.index, item.epoch) for item in items]
+    if not window:
+        return places
+    wanted: list[Place] = []
+    for first in range(0, count, window):
+        here = found[len(wanted) : first + window - missing]
+        whole = places[first : first + window]
+        wanted += here if len(set(here)) == len(here) and set(here) <= set(whole) else whole[: len(here)]
+    return wanted

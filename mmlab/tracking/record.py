@@ -15,10 +15,12 @@ from typing import TYPE_CHECKING, Any
 
 from mmlab.errors import CheckpointError, MmlabError
 from mmlab.messages.beacon import LEFT_UNSAID, BeaconState, all_left, read_beacons
+from mmlab.messages.checkpoints import Found, called, chain, location_of, manifests, newest_first
 from mmlab.messages.control import read_command
 from mmlab.messages.events import ENDED, Event, last_steps, planned_steps, read_events
 from mmlab.messages.failures import Failure, read_failures
 from mmlab.messages.files import RunPaths, process_alive, read_json
+from mmlab.messages.locations import Location
 from mmlab.messages.moves import moving_on
 from mmlab.messages.runs import runs_root
 from mmlab.tracking.bottleneck import Bottleneck
@@ -83,13 +85,7 @@ class RunRecord:
 
     def lineages(self) -> list[Event]:
         """The current lineage and its ancestors, newest first, as lineage events (id, parent, parent_step)."""
-        known = {event["id"]: event for event in self.events() if event["kind"] == "lineage"}
-        last = next(reversed(known.values()), None) if known else None
-        chain: list[Event] = []
-        while last is not None and last not in chain:
-            chain.append(last)
-            last = known.get(last["parent"])
-        return chain
+        return chain(self.events())
 
     def metrics(self) -> list[Event]:
         """One dict a step of the current lineage, what it inherits from its ancestors included, by step."""
@@ -256,32 +252,51 @@ class RunRecord:
                 return int(event["step"])
         return int(lineages[0]["parent_step"]) if lineages else 0
 
+    @property
+    def checkpoint_location(self) -> Location:
+        """Where the run keeps its checkpoints."""
+        return location_of(self.paths, self.plan.checkpoint.location if self.paths.plan.is_file() else "")
+
     def checkpoints(self) -> list[dict[str, Any]]:
-        """Complete checkpoints by step, then time: {"name", "step", "lineage", "time", "loss", "world_size", "bytes",
-        "path"}."""
+        """Complete checkpoints by step, then time: {"name", "step", "lineage", "time", "loss", "world_size",
+        "periodic", "reason", "bytes", "shared_bytes", "path"}.
+
+        `bytes` are its own, `shared_bytes` those of frozen modules that it refers to, stored once for all. `periodic`
+        ones may be removed, others are kept. CheckpointError when the location cannot be reached.
+        """
+        return [row for row, _ in self._checkpoints()]
+
+    def _checkpoints(self) -> list[tuple[dict[str, Any], Found]]:
+        try:
+            known = manifests(self.checkpoint_location)
+        except OSError as error:
+            raise CheckpointError(f"the checkpoints of run {self.id} cannot be read: {error}") from None
         found = []
-        for path in self.paths.checkpoints.glob("*/manifest.json"):
-            manifest = read_json(path)
-            if not isinstance(manifest, dict) or not manifest.keys() >= {"name", "step", "time"}:
-                continue  # damaged
-            row = {key: manifest.get(key) for key in ("name", "step", "lineage", "time", "loss", "world_size")}
+        for folder, manifest in known:
+            row = {key: manifest.get(key) for key in ("step", "lineage", "time", "loss", "world_size", "reason")}
             row["bytes"] = sum(file["size"] for file in manifest.get("files", {}).values())
-            found.append(row | {"path": str(path.parent)})
-        return sorted(found, key=lambda row: (row["step"], row["time"]))
+            row["shared_bytes"] = sum(part["bytes"] for part in manifest.get("frozen", {}).values())
+            row["periodic"] = bool(manifest.get("periodic"))
+            found.append(({"name": called(folder, manifest), **row, "path": str(folder)}, (folder, manifest)))
+        return sorted(found, key=lambda pair: (pair[0]["step"], pair[0]["time"]))
 
     def find_checkpoint(self, step: int | None = None, name: str = "") -> dict[str, Any]:
-        """The checkpoint of that step or name (default: the newest). CheckpointError lists those there are.
+        """The checkpoint of that step or name (default: the newest, one of the current lineage if it has any).
+        CheckpointError lists those there are.
 
         Several of one step: that of the current lineage or its nearest ancestor, else the newest.
         """
-        known = self.checkpoints()
-        wanted = [c for c in known if (step is None or c["step"] == step) and (not name or c["name"] == name)]
+        known = self._checkpoints()
+        wanted = [(c, f) for c, f in known if (step is None or c["step"] == step) and (not name or c["name"] == name)]
         if not wanted:
-            names = ", ".join(f"{c['name']} (step {c['step']})" for c in known) or "none yet"
+            names = ", ".join(f"{c['name']} (step {c['step']})" for c, _ in known) or "none yet"
             what = name or ("any" if step is None else f"at step {step}")
             raise CheckpointError(f"run {self.id} has no checkpoint {what}; it has: {names}")
-        ages = {lineage["id"]: age for age, lineage in enumerate(self.lineages())} if step is not None else {}
-        return min(wanted, key=lambda c: (ages.get(c["lineage"], len(ages)), -c["time"]))
+        if step is None:
+            first = newest_first([f for _, f in wanted], self.events())[0]
+            return next(c for c, f in wanted if f is first)
+        ages = {lineage["id"]: age for age, lineage in enumerate(self.lineages())}
+        return min((c for c, _ in wanted), key=lambda c: (ages.get(c["lineage"], len(ages)), -c["time"]))
 
     def traces(self, step: int | None = None) -> dict[int, dict[str, Any]]:
         """Measured ops of a step (default: the last one that all ranks traced), by rank: {"step", "t0", "ops"}."""

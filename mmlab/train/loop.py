@@ -16,8 +16,7 @@ def train(session: Session) -> str:
         session.apply_commands()
     if session.relayout.begun is not None:
         return "moved"
-    if session.plan.checkpoint.at_end and session.steering.step > 0:
-        session.saves.attempt()  # before the evaluation: whatever goes wrong in that, the weights are kept
+    session.saves.end()  # before the evaluation: whatever goes wrong in that, the weights are kept
     if not session.steering.stopped:
         session.evaluate()
     return "stopped" if session.steering.stopped else "finished"

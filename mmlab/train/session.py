@@ -9,6 +9,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from mmlab.data.balance import balance
+from mmlab.data.manifest import StepManifest
 from mmlab.data.order import Position
 from mmlab.data.pipeline import DataSource
 from mmlab.errors import MmlabError, PlanError, RunFailed
@@ -71,6 +73,7 @@ class Session:
         """Whether the last step's reduction said that a command waits; true before the first step."""
         self.lineage = ""
         self.saves = Saves(self)
+        self._told_over = False
         self.relayout = Relayout(self)
         self.applying = ""
         """Id of the command that is being applied."""
@@ -99,10 +102,11 @@ class Session:
 
     def start(self, restore: str | None) -> None:
         """From the beginning, or from a checkpoint's name ("latest" for the newest); all ranks together."""
+        self.saves.begin()
         if restore is None:
             self.begin_lineage("", 0, self.feed.cursors)
         elif not self.relayout.arrive(restore):
-            self.saves.load(None, "" if restore == "latest" else restore)
+            self.saves.go_on(restore)
             steps = self.plan.train.steps  # the length of the run is not the checkpoint's, but what was last asked for
             if self.mesh.place.rank == 0:
                 steps = planned_steps(read_events(self.paths.events)[0], steps)
@@ -118,7 +122,7 @@ class Session:
         began = time.perf_counter()
         with self.watch.timed("data"):
             batch = self.feed.batch()
-        ride = Ride(self.listener.waiting, self.feed.next_bad, self.plan.data.global_batch, self.feed.queued)
+        ride = Ride(self._wanted, self.feed.next_bad, self.plan.data.global_batch, self.feed.queued)
         result = self.runner.train(self.plan, number, batch, ride)
         self.feed.agree(result.next_bad)
         self.watch.end_step()
@@ -130,8 +134,12 @@ class Session:
             self.emit("overflow", step=number, **fields)
         if batch.bad:
             self._name_bad(number, [batch.manifest.samples[position].key for position in sorted(batch.bad)])
-        self._emit_step(result, time.perf_counter() - began, batch.manifest.tokens, batch.manifest.tiles)
+        self._emit_step(result, time.perf_counter() - began, batch.manifest)
         self._after_step(result)
+
+    def _wanted(self) -> bool:
+        """Whether the boundary has something from rank 0 for all ranks: commands, or a save by the clock."""
+        return self.listener.waiting() or self.saves.clock_due()
 
     def _name_bad(self, number: int, keys: list[str]) -> None:
         """Events for the undecodable images of a step; why is known to the rank that tried. All ranks together."""
@@ -143,13 +151,21 @@ class Session:
             reason = f"{reasons.get(key, 'it could not be decoded')}; its targets are masked"
             self.emit("bad_image", step=number, sample=key, reason=reason)
 
-    def _emit_step(self, result: StepResult, seconds: float, tokens: int, images: int) -> None:
-        told = result.reported
+    def _emit_step(self, result: StepResult, seconds: float, manifest: StepManifest) -> None:
+        if self.log is None:
+            return
+        told, tokens, images, spread = result.reported, manifest.tokens, manifest.tiles, balance(manifest)
+        if "over" in spread and not self._told_over:
+            self._told_over = True
+            self.emit("warning", step=self.steering.step, message=(
+                f"the fullest microbatch has {spread['over']} tokens more than data.token_budget = "
+                f"{self.plan.data.token_budget}; a larger data.bucket_window or more microbatches may help"
+            ))  # fmt: skip
         self.emit(
             "step", step=self.steering.step, loss=result.loss, tokens=tokens, images=images,
             samples=self.plan.data.global_batch, targets=result.targets, seconds=round(seconds, 5),
             tokens_per_s=round(tokens / seconds, 2), images_per_s=round(images / seconds, 2),
-            data_wait=self.watch_phase(result, "data"),
+            data_wait=self.watch_phase(result, "data"), balance=spread,
             **({"data_queue": told.queued} if told.queued is not None else {}),
             lr=result.lr, grad_norm={m: _finite(norm) for m, norm in result.grad_norm.items()},
             grad_norm_total=_finite(result.grad_norm_total),
@@ -279,7 +295,7 @@ class Session:
         name = args.get("name") or ""
         if not isinstance(name, str):
             raise PlanError(f"checkpoint takes a name, not {name!r}")
-        return self.saves.save(name, periodic=False)
+        return self.saves.save(name, periodic=False, reason="command")
 
     def _restore(self, args: dict[str, Any]) -> str:
         step = args.get("step")
@@ -310,6 +326,7 @@ class Session:
 
     def close(self) -> None:
         """End helpers of this rank."""
+        self.saves.close()
         self.runner.close()
         self.feed.close()
         self.evaluator.close()

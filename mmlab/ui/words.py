@@ -122,7 +122,10 @@ def _eval(event: Event) -> str:
 
 
 def _checkpoint(event: Event) -> str:
-    return f"checkpoint {event.get('name')}, {event.get('bytes', 0) / 1e6:.1f} MB in {event.get('seconds', 0.0):.1f} s"
+    size, seconds = event.get("bytes", 0) / 1e6, float(event.get("seconds", 0.0))
+    stall = float(event.get("stall", seconds))
+    held = f", {1e3 * stall:.0f} ms of it between steps" if stall < seconds else ""
+    return f"checkpoint {event.get('name')}, {size:.1f} MB in {seconds:.1f} s{held}"
 
 
 def _relayout(event: Event) -> str:

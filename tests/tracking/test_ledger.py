@@ -68,6 +68,45 @@ def test_steps_that_a_restore_took_back_do_not_count(run):
     assert "steps 5 to 6 of lineage one were taken back by a restore" in str(ledger)
 
 
+def regrouped(folder, moved, count):
+    """The ledger of `count` steps of a run with windows of two steps, whose samples are `moved`."""
+    writer = Writer(folder)
+    writer.identity["bucket_window"] = 2 * BATCH
+    writer.begin("one")
+    items, _ = writer.lanes.take(writer.lanes.start(), count * BATCH)
+    places = moved([[item.shard, item.index, item.epoch] for item in items])
+    writer.steps(1, count, lambda step, _: places[(step - 1) * BATCH : step * BATCH])
+    return writer.read()
+
+
+def swapped(first, second):
+    def moved(places):
+        places[first], places[second] = places[second], places[first]
+        return places
+
+    return moved
+
+
+@pytest.mark.parametrize("count", [2, 3, 6])
+def test_samples_may_change_places_within_a_bucket_window(tmp_path, count):
+    ledger = regrouped(tmp_path, swapped(1, 8), count)
+    assert ledger.ok, ledger.problems
+    assert str(ledger).splitlines()[-1].endswith("the plan's but for regrouping within windows of 10 samples")
+
+
+@pytest.mark.parametrize(
+    ("moved", "message"),
+    [
+        (swapped(8, 12), "step 2 is the first whose samples are not in the order of the plan"),
+        (lambda places: [*places[:8], places[2], *places[9:]], "1 samples came twice in an epoch"),
+        (lambda places: [*places[:8], [2, 1, 7], *places[9:]], "1 samples were passed over"),
+    ],
+)
+def test_what_left_its_bucket_window_or_came_twice_in_it_is_found(tmp_path, moved, message):
+    ledger = regrouped(tmp_path, moved, 4)
+    assert any(message in problem for problem in ledger.problems), ledger.problems
+
+
 def test_going_on_without_what_a_step_had_consumed_is_found(run):
     """A restore that resumed at what was prefetched, rather than at what was consumed."""
     run.steps(1, 4)
@@ -142,7 +181,7 @@ def test_other_data_after_a_restore_is_named(run):
     run.steps(1, 2)
     run.identity = run.identity | {"sizes": [7, 12, 6]}
     run.begin("two", "one", 2)
-    assert run.read().problems == ["the data set, its lanes or its seed changed between lineages"]
+    assert run.read().problems == ["the data set, its lanes, its seed or its windows changed between lineages"]
 
 
 def test_a_run_without_a_step_has_no_ledger(tmp_path):

@@ -124,7 +124,7 @@ def test_restore_resumes_bit_for_bit_on_a_new_lineage(pool, shards, tmp_path):
     run = LiveRun(pool, make_plan(shards, "checkpoint.every_steps=3"), tmp_path / "run")
     run.join()
     before = run.losses()
-    names = sorted(p.name for p in run.paths.checkpoints.iterdir())
+    names = sorted(p.name for p in run.paths.checkpoints.glob("step-*"))
     assert [name[:11] for name in names] == ["step-000003", "step-000006"]
     again = LiveRun(pool, make_plan(shards), tmp_path / "run", generation=2, restore=names[0])
     assert again.join() == ["finished"] * 3
@@ -149,7 +149,7 @@ def test_another_layout_loads_the_checkpoint(pool, shards, tmp_path, changes):
     run = LiveRun(pool, make_plan(shards, "checkpoint.every_steps=3"), tmp_path / "run")
     run.join()
     before = run.losses()
-    name = min(p.name for p in run.paths.checkpoints.iterdir())
+    name = min(p.name for p in run.paths.checkpoints.glob("step-*"))
     other = make_plan(shards, *changes)
     other.save(run.paths.plan)
     again = LiveRun(pool, other, tmp_path / "run", generation=2, restore=name)
@@ -188,7 +188,7 @@ def test_live_checkpoint_and_restore(pool, shards, tmp_path):
 def test_checkpoint_of_another_model_and_damaged_ones_are_refused(pool, shards, tmp_path):
     run = LiveRun(pool, make_plan(shards, "checkpoint.every_steps=3"), tmp_path / "run")
     run.join()
-    name = min(p.name for p in run.paths.checkpoints.iterdir())
+    name = min(p.name for p in run.paths.checkpoints.glob("step-*"))
     other = make_plan(shards, "model.language.hidden=64")
     other.save(run.paths.plan)
     again = LiveRun(pool, other, tmp_path / "run", generation=2, restore=name)
@@ -200,7 +200,7 @@ def test_checkpoint_of_another_model_and_damaged_ones_are_refused(pool, shards, 
     once_more = LiveRun(pool, make_plan(shards), tmp_path / "run", generation=3, restore=name)
     assert set(once_more.join()) == {"failed"}
     assert "is damaged" in once_more.events("state")[-1]["reason"]
-    other_bits = max(p.name for p in run.paths.checkpoints.iterdir())
+    other_bits = max(p.name for p in run.paths.checkpoints.glob("step-*"))
     data = next((run.paths.checkpoints / other_bits).glob("__2_*"))
     content = bytearray(data.read_bytes())
     content[len(content) // 2] ^= 1

@@ -54,6 +54,8 @@ RULES: tuple[Rule, ...] = (
     general.lanes,
     general.mixture,
     data.tiles,
+    data.buckets,
+    data.token_budget,
     remote.addresses,
     cluster.shared_memory,
     lora.lora_targets,

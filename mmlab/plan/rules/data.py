@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from mmlab.plan.problems import Fix, Problem
+from mmlab.plan.rules.general import MAX_WINDOW
 from mmlab.plan.schema import Plan
 from mmlab.plan.sizes import most_tiles
 
@@ -24,3 +25,28 @@ def tiles(plan: Plan) -> Iterator[Problem]:
     longer = plan.model.language.max_positions < wanted
     positions = (f"model.language.max_positions={wanted}",) if longer else ()
     yield Problem("data.max_tiles", message, Fix("make room for all", (f"data.seq_len={wanted}", *positions)))
+
+
+def buckets(plan: Plan) -> Iterator[Problem]:
+    """A window holds whole steps."""
+    d = plan.data
+    if not d.bucket_window:
+        return
+    steps = -(-d.bucket_window // d.global_batch)
+    if d.bucket_window > MAX_WINDOW:
+        least = max(1, MAX_WINDOW // d.global_batch) * d.global_batch
+        message = f"a window of {d.bucket_window} samples is held by every rank; {MAX_WINDOW} even out as well."
+        yield Problem("data.bucket_window", message, Fix("shrink it", (f"data.bucket_window={least}",)))
+    elif d.bucket_window % d.global_batch:
+        message = f"a window of {d.bucket_window} samples is not whole steps of data.global_batch {d.global_batch}."
+        fix = Fix("round it up", (f"data.bucket_window={steps * d.global_batch}",))
+        yield Problem("data.bucket_window", message, fix)
+
+
+def token_budget(plan: Plan) -> Iterator[Problem]:
+    """A microbatch holds a sample with an image."""
+    budget, image = plan.data.token_budget, plan.model.vision.tokens_per_tile
+    if budget and budget < image + 2:
+        message = f"{budget} tokens a microbatch do not hold the {image} of one image and text."
+        fix = Fix("admit the longest sample", (f"data.token_budget={max(plan.data.seq_len, image + 2)}",))
+        yield Problem("data.token_budget", message, fix)
