@@ -160,7 +160,7 @@ def go_on(run: ActiveRun) -> ActiveRun:
     following = ActiveRun(run.paths, run.generation + 1, run.again.restore, plan.world_size, cluster=plan.cluster)
     following.read()
     following.before, following.history, following.recovering = run.engines or run.before, run.history, run.recovering
-    if following.state == "paused" and not moves:  # and stays so
+    if following.state == "paused" and run.again.restore is None:  # what a checkpoint is restored for, pauses there
         send(run.paths.control, new_command("pause", source="recovery"))
     if following.state != "starting":  # first: what the generation before was in is not to be taken for this one's
         following.emit("state", state="starting", reason=run.again.reason)

@@ -8,12 +8,13 @@ import socket
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from mmlab.errors import CheckpointError, MmlabError
-from mmlab.messages import Ack, EventLog, Inbox, new_command, process_alive, read_json
+from mmlab.messages import Ack, EventLog, Inbox, new_command, process_alive
 from mmlab.messages.beacon import PHASES
+from mmlab.messages.checkpoints import MANIFEST
+from mmlab.messages.locations import Location
 from mmlab.tracking.record import RunRecord
 from mmlab.tracking.sent import Sent
 
@@ -100,20 +101,15 @@ def _logged(record: RunRecord, strike: Strike, ranks: list[int], message: str) -
 
 def _flip(record: RunRecord, name: str) -> str:
     """Flip the bits of one byte in the middle of a checkpoint's largest file ("last": the newest one's)."""
-    known = record.checkpoints()
-    if not known:
+    if not record.checkpoints():
         raise CheckpointError(f"chaos corrupt={name}: run {record.id} has no checkpoint yet")
-    newest = max(known, key=lambda row: row["time"])
-    folder = Path((newest if name == "last" else record.find_checkpoint(name=name))["path"])
-    files = (read_json(folder / "manifest.json") or {}).get("files", {})
-    path = max((folder / file for file in files), key=lambda path: path.stat().st_size)
-    place = path.stat().st_size // 2
+    folder = Location(record.find_checkpoint(name="" if name == "last" else name)["path"])
     try:
-        with open(path, "r+b") as file:
-            file.seek(place)
-            (byte,) = file.read(1)
-            file.seek(place)
-            file.write(bytes([byte ^ 0xFF]))
+        sizes = {file: size for file, size in folder.sizes().items() if file != MANIFEST}
+        file = max(sizes, key=lambda file: sizes[file])
+        data = bytearray(folder.read(file))
+        data[len(data) // 2] ^= 0xFF
+        folder.write(file, bytes(data))
     except OSError as error:
-        raise MmlabError(f"chaos: {path} cannot be written: {error.strerror}") from None
-    return f"flipped byte {place} of {path.name} in checkpoint {folder.name}"
+        raise MmlabError(f"chaos: {folder} cannot be written: {error}") from None
+    return f"flipped byte {len(data) // 2} of {file} in checkpoint {folder.name}"

@@ -64,7 +64,7 @@ def test_a_lost_rank_is_replaced_and_the_run_goes_on_from_its_newest_checkpoint(
     say(run, "running")
     assert [job["recovers"] for _, job in engines.started] == [True] * 4
     (run.paths.checkpoints / "step-3").mkdir()
-    (run.paths.checkpoints / "step-3" / "manifest.json").write_text("{}")
+    (run.paths.checkpoints / "step-3" / "manifest.json").write_text('{"name": "step-3", "step": 3, "time": 1}')
     engines.gone.add(1)
     watch(run, engines)
     assert run.again.restore == "latest"
