@@ -66,6 +66,7 @@ class Soak:
     def __init__(self, lab, run, random):
         self.lab, self.run, self.random = lab, run, random
         self.done = Counter()
+        self.damaged = set()
 
     def wait(self, condition, seconds=60):
         """Until something has happened; the run must not have ended."""
@@ -98,8 +99,8 @@ class Soak:
         if kind == "pause":
             self.run.pause().wait(30)
         if kind == "corrupt":
-            self.wait(lambda: len(self.run.checkpoints()) > 1)
-            self.run.chaos(corrupt="last")
+            self.wait(lambda: len({row["name"] for row in self.run.checkpoints()} - self.damaged) > 1)
+            self.damaged.add(self.run.chaos(corrupt="last").ack.message.split()[-1])
         if kind == "stop":
             os.kill(rank["pid"], signal.SIGSTOP)
         elif kind == "hang":
