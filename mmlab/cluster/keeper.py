@@ -19,9 +19,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from mmlab.cluster.elastic import grow_back, shrink
 from mmlab.cluster.engine_main import KEEPER
 from mmlab.cluster.engines import EngineLost, Engines
-from mmlab.cluster.launching import ActiveRun, Stopped, bring_and_send, go_on, launch, refuse, take_over
+from mmlab.cluster.launching import ActiveRun, Lacking, Stopped, bring_and_send, go_on, launch, refuse, take_over
 from mmlab.cluster.processes import MARK, end_all
 from mmlab.cluster.recovery import recover
 from mmlab.cluster.registry import (
@@ -75,6 +76,7 @@ class Keeper:
                     with contextlib.suppress(OSError):  # a full disk under a run: the lab goes on, and looks again
                         if not run.ended:
                             watch(run, self.engines)
+                            self._grow(run)
                         if run.again is not None:
                             self._queue(go_on(run))
                         elif run.ended:
@@ -107,6 +109,13 @@ class Keeper:
             self.config = self.engines.config = replace(self.config, **limits)
             self._queue(run)
 
+    def _grow(self, run: ActiveRun) -> None:
+        """Have somebody wait for the engines of a run's full layout while it is at work in a smaller one."""
+        if run.stepped and not run.growing and run.again is None and run.paths.full_plan.is_file():
+            run.growing = True
+            arguments = (run, self.engines, self.closing.is_set)
+            threading.Thread(target=grow_back, args=arguments, name="mmlab-grow", daemon=True).start()
+
     def _bring(self, n: int, run_dir: str, command: Command) -> None:
         """Give a run of this lab a command as soon as there are `n` engines."""
         for run in self.runs:
@@ -136,6 +145,8 @@ class Keeper:
                 self.log.exception("launch of %s", run.paths.root)
                 if isinstance(error, EngineLost) and run.cluster.max_recoveries:  # before any rank was told to start
                     recover(run, self.engines, Failure(0, "rank 0", "start", run.step, "lost", str(error)))
+                    continue
+                if isinstance(error, Lacking) and shrink(run, error.there, str(error)):
                     continue
                 known = isinstance(error, MmlabError)
                 text = str(error) if known else f"{type(error).__name__}: {error}"

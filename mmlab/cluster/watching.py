@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 
+from mmlab.cluster.elastic import say_shrunk
 from mmlab.cluster.engines import Engines
 from mmlab.cluster.launching import ActiveRun, Again, write_lost
 from mmlab.cluster.recovery import recover, say_recovered
@@ -46,6 +47,7 @@ def watch(run: ActiveRun, engines: Engines) -> None:
         run.again = Again(move.name, move.reason)
         return
     say_recovered(run)
+    say_shrunk(run)
     for rank, engine in enumerate(run.engines):
         if engines.lost(engine):
             write_lost(run, rank, engine)
