@@ -10,8 +10,11 @@ from typing import Annotated
 
 import typer
 
-from mmlab.cli.shared import console
+from mmlab.cli.shared import JsonOption, check_writable, console, write_results
+from mmlab.errors import DataError
 
+_BAD_NAMED = 20
+"""Bad members that are named on the screen."""
 _NAMED = 5
 """Skipped records that are named on the screen; all are in report.json."""
 
@@ -19,7 +22,7 @@ _NAMED = 5
 def register(app: typer.Typer) -> None:
     """Add the commands about data sets."""
     data = typer.Typer(help="Make, pack and check data sets.", no_args_is_help=True)
-    for command in (make, pack):
+    for command in (make, pack, check):
         data.command()(command)
     app.add_typer(data, name="data", rich_help_panel="Plans")
 
@@ -99,3 +102,24 @@ def pack(  # noqa: PLR0913  # its options are what a person says, one by one
     with _bar(source.name) as progress:
         said = pack_source(source, out, options, tokenizer, progress, named=_NAMED)
     console().print(said, soft_wrap=True, markup=False)
+
+
+def check(
+    path: Annotated[str, typer.Argument(help="Shards as data.path names them: a folder, a pattern, an address.")],
+    quick: Annotated[bool, typer.Option(help="Headers only: no checksums, no decoding.")] = False,
+    workers: Annotated[int | None, typer.Option(min=0, help="Processes; default: one a core.")] = None,
+    json: JsonOption = None,
+) -> None:
+    """Verify shards: the manifest's checksums, tar structure, texts, every picture decodes; names bad members."""
+    check_writable(json)
+    from mmlab.data.cli_support import check_shards
+
+    with _bar(path) as progress:
+        cores = os.cpu_count() or 1
+        said, results = check_shards(path, quick, cores if workers is None else workers, progress, named=_BAD_NAMED)
+    write_results(json, results)
+    console().print(said, soft_wrap=True, markup=False)
+    if bad := results["bad"]:
+        shards = len({one["shard"] for one in bad})
+        raise DataError(f"{path}: {len(bad)} bad members or shards, in {shards} shards. Make or copy those again.")
+    console().print("  no bad member")

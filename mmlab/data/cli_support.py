@@ -1,15 +1,18 @@
-"""What a command line says about data: `mmlab data make`, `pack`. No torch."""
+"""What a command line says about data: `mmlab data make`, `pack`, `check`. No torch."""
 
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
+from mmlab.data.check import check
 from mmlab.data.datasets import BUILT_IN, DESCRIPTION, make
 from mmlab.data.index import Progress
 from mmlab.data.packing import PackOptions, pack
 
-__all__ = ["BUILT_IN", "make_set", "pack_source"]
+__all__ = ["BUILT_IN", "check_shards", "make_set", "pack_source"]
 
 
 def make_set(
@@ -27,6 +30,23 @@ def make_set(
         f"{folder}: {name} {about['version']}, {counts} samples ({about['licence']}).\n"
         f'Train on it with data.path="{folder}"; the tokenizer and the held-out samples come with it.'
     )
+
+
+def check_shards(
+    pattern: str, quick: bool, workers: int, progress: Progress | None, *, named: int
+) -> tuple[str, dict[str, Any]]:
+    """Check shards; returns what was looked at and the first `named` bad members in words, and all of it as JSON."""
+    found = check(pattern, quick=quick, workers=workers, progress=progress)
+    how = "headers read" if quick else "all of it read"
+    sums = f", checksums of {found.manifest:,} compared" if found.manifest and not quick else ""
+    size = f"{found.bytes / 1e6:,.1f} MB"
+    counts = f"{found.shards:,} shards, {found.samples:,} samples, {found.pictures:,} pictures, {size}"
+    lines = [f"{pattern}: {counts}, {how}{sums}"]
+    lines += [f"  {bad}" for bad in found.bad[:named]]
+    if len(found.bad) > named:
+        lines.append(f"  and {len(found.bad) - named:,} more (--json FILE names all)")
+    bad = [asdict(one) for one in found.bad]
+    return "\n".join(lines), {"path": pattern, "ok": not bad} | asdict(found) | {"bad": bad}
 
 
 def pack_source(

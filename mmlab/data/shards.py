@@ -16,7 +16,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import BinaryIO
 
 from braceexpand import UnbalancedBracesError, braceexpand  # type: ignore[attr-defined]  # its stub misses one
 
@@ -84,7 +83,7 @@ def _key_and_extension(name: str) -> tuple[str, str]:
     return (f"{folder}/{stem}" if folder else stem), extension.lower()
 
 
-def _opened(path: Path) -> BinaryIO:
+def open_shard(path: Path) -> io.BufferedReader:
     """A shard as a file, wherever it is. A remote one that is read from end to end is fetched for it."""
     if not is_address(path):
         return open(path, "rb")
@@ -94,7 +93,7 @@ def _opened(path: Path) -> BinaryIO:
 
 def _members(path: Path) -> Iterator[tuple[str, Member]]:
     """(key, member) of each file in a tar that can be part of a sample."""
-    with _opened(path) as file:
+    with open_shard(path) as file:
         with tarfile.open(fileobj=file, mode="r:") as tar:
             for info in tar:
                 base = info.name.rpartition("/")[2]
@@ -148,7 +147,7 @@ def _natural(extension: str) -> tuple[int, str]:
 
 
 def _damage(path: Path, samples: Sequence[ScannedSample], error: tarfile.TarError) -> str:
-    with _opened(path) as file:
+    with open_shard(path) as file:
         magic = file.read(4)
     name = shown_name(path)
     if magic[:2] == b"\x1f\x8b" or magic[:3] == b"BZh" or magic == b"\xfd7zX" or magic == b"\x28\xb5\x2f\xfd":
@@ -156,7 +155,9 @@ def _damage(path: Path, samples: Sequence[ScannedSample], error: tarfile.TarErro
     if not samples:
         return f"{name}: is no tar file, or cut short before its first sample ({error}). Make or copy it again."
     whole = f'the last whole sample is "{samples[-2].key}"' if len(samples) > 1 else "no sample is whole"
-    return f"{name}: is cut short ({error}); {whole}, {len(samples) - 1} in all. Make or copy the shard again."
+    return (
+        f"{name}: is cut short or damaged ({error}); {whole}, {len(samples) - 1} in all. Make or copy the shard again."
+    )
 
 
 class ShardFiles:

@@ -82,6 +82,15 @@ def find_sources(plan: Plan, split: Literal["train", "held_out"], progress: Prog
     return found
 
 
+def shards_of_set(pattern: str, progress: Progress | None = None) -> list[Path]:
+    """All shards that a pattern, a folder (local or remote) or a built-in set's name stands for, of every split."""
+    base, description = _set(pattern, progress)
+    if not description:
+        return expand_shards(pattern, "PATH")
+    names = dict.fromkeys(description["splits"].values())
+    return [shard for name in names for shard in expand_shards(_within(base, name), "PATH")]
+
+
 def has_held_out(plan: Plan) -> bool:
     """Whether the plan's data have held-out samples (an evaluation is possible)."""
     if plan.data.held_out:
