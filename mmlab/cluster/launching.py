@@ -73,6 +73,7 @@ class ActiveRun:
     world: int
     engines: list[EngineInfo] = field(default_factory=list)
     state: str = "queued"
+    reason: str = ""
     offset: int = 0
     lineage: str = ""
     step: int = 0
@@ -126,7 +127,7 @@ class ActiveRun:
             if event["kind"] == "lineage":
                 self.begun = event["parent_step"]
             if event["kind"] == "state" and not self.ended:  # what comes after the end is another generation's
-                self.state = event["state"]
+                self.state, self.reason = event["state"], event.get("reason", "")
 
     @property
     def ended(self) -> bool:
@@ -171,7 +172,8 @@ def go_on(run: ActiveRun) -> ActiveRun:
     following.shrunk_from = run.shrunk_from
     if following.state == "paused" and run.again.restore is None:  # what a checkpoint is restored for, pauses there
         send(run.paths.control, new_command("pause", source="recovery"))
-    if following.state != "starting":  # first: what the generation before was in is not to be taken for this one's
+    said = ("starting", run.again.reason)
+    if (following.state, following.reason) != said:  # first: else the state before is taken for this generation's
         following.emit("state", state="starting", reason=run.again.reason)
     more = {"generation": following.generation, "world_size": plan.world_size, "engines": []}
     write_json(run.paths.run, info | more | {"recovers": plan.cluster.max_recoveries > 0})
