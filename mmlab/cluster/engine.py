@@ -6,8 +6,10 @@ user namespace under the name `mmlab_engine`, so a cell can look at it too: `%px
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import os
+import signal
 import socket
 import sys
 import threading
@@ -17,7 +19,10 @@ from typing import TYPE_CHECKING, Any
 
 from mmlab.cluster.streams import EngineStream, RankLog
 from mmlab.errors import LabError
-from mmlab.messages import Failure, RunPaths, process_started, write_failure
+from mmlab.messages import ENDED, Failure, RunPaths, process_started, write_failure
+from mmlab.messages.events import last_state
+from mmlab.messages.notices import SIGNALS, Notice, write_notice
+from mmlab.train.spot import expendable
 
 if TYPE_CHECKING:
     from mmlab.train.job import Job
@@ -37,6 +42,10 @@ class Engine:
         self.thread: threading.Thread | None = None
         self.store: Any = None
         self._warming: threading.Thread | None = None
+        self._signals: dict[int, Any] = {}
+        """What handled SIGTERM and SIGUSR1 before."""
+        self._leaving = 0
+        """The signal on which the process ends once its rank has left the run; 0 for none."""
 
     def hello(self) -> dict[str, Any]:
         """Who this engine is: {"pid", "started", "host"}."""
@@ -64,6 +73,7 @@ class Engine:
             raise LabError(f"engine {os.getpid()} still trains rank {self.job.rank if self.job else '?'}")
         from mmlab.train.job import Job
 
+        self._hear_signals()
         self.job = Job(**job)
         log = RankLog(RunPaths(Path(self.job.run_dir)).log(self.job.rank))
         streams = [stream for stream in (sys.stdout, sys.stderr) if isinstance(stream, EngineStream)]
@@ -88,6 +98,36 @@ class Engine:
             log.close()
             if job.rank == 0:
                 self.store = None
+            if self._leaving == signal.SIGTERM:
+                os._exit(128 + signal.SIGTERM)
+            self._leaving = 0
+
+    def _hear_signals(self) -> None:
+        """From now on a signal that announces the end of the process (Kubernetes, Slurm) is a notice to the run."""
+        if threading.current_thread() is threading.main_thread() and not self._signals:
+            for number in SIGNALS:
+                self._signals[number] = signal.signal(number, self._on_signal)
+
+    def _on_signal(self, number: int, frame: Any) -> None:
+        """Leave a notice; where no run is at work, at a second signal, or where that fails, what was there before."""
+        if self.busy and not self._leaving and self.job is not None:
+            paths = RunPaths(Path(self.job.run_dir))
+            name = signal.Signals(number).name
+            notice = Notice("leave", name, socket.gethostname(), os.getpid())
+            with contextlib.suppress(OSError):
+                if last_state(paths.events) not in ENDED:  # else its lab is being closed
+                    write_notice(paths, notice)
+                    self._leaving = number
+                    return
+        before = self._signals[number]
+        if callable(before):
+            before(number, frame)
+        elif number == signal.SIGTERM:
+            os._exit(128 + number)
+
+    def expendable(self, notices: str) -> bool:
+        """Whether this host may be taken away at any time; `notices` says whose metadata server to ask."""
+        return expendable(notices)
 
     @property
     def busy(self) -> bool:

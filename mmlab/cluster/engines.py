@@ -15,7 +15,6 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Coroutine, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -26,12 +25,14 @@ from ipyparallel.util import connect
 from traitlets.config import Config
 
 from mmlab.cluster.engine import call
+from mmlab.cluster.engine_info import EngineInfo, EngineLost
 from mmlab.cluster.engine_main import CONNECTION
 from mmlab.cluster.processes import Tracked, end_all, tracked, with_descendants
 from mmlab.cluster.queue import Queue
 from mmlab.cluster.registry import LabConfig, registry, remove_files
 from mmlab.errors import LabError
 from mmlab.messages.files import process_alive, read_json
+from mmlab.messages.notices import Notice
 
 TICK = 0.1
 """Seconds between looks at who has registered."""
@@ -41,25 +42,6 @@ CONTROLLER = 7 * 24 * 3600.0
 """Seconds that a controller which itself waits in a batch queue may take to come up."""
 ANSWER = 60.0
 """Seconds in which an engine answers a call that needs no work of it."""
-
-
-@dataclass(frozen=True)
-class EngineInfo:
-    """One engine: ipyparallel's id, and its process; `local` where this host can see that process."""
-
-    id: int
-    pid: int
-    started: float
-    host: str
-    local: bool
-
-
-class EngineLost(LabError):
-    """An engine's process ended while it was asked for something."""
-
-    def __init__(self, engine: EngineInfo, what: str) -> None:
-        super().__init__(f"engine {engine.id} (pid {engine.pid} on {engine.host}) {what}")
-        self.engine = engine
 
 
 class Engines:
@@ -72,6 +54,8 @@ class Engines:
         self.host = host
         self.log = log
         self.wanted = config.engines
+        self.notices: list[Notice] = []
+        """What is about to be taken away."""
         self.problem = ""
         self.job_ids: list[str] = []
         self.cluster: ipp.Cluster | None = None
@@ -98,9 +82,10 @@ class Engines:
         return bool(self.config.profile)
 
     def up(self) -> list[EngineInfo]:
-        """The engines that answered and live, by ipyparallel's id."""
+        """The engines that answered, live and stay, by ipyparallel's id."""
         with self._lock:
-            return sorted((engine for engine in self._up if not self.lost(engine)), key=lambda engine: engine.id)
+            there = [engine for engine in self._up if not self.lost(engine) and not engine.leaving(self.notices)]
+        return sorted(there, key=lambda engine: engine.id)
 
     def lost(self, engine: EngineInfo) -> bool:
         """Whether an engine has ended, as of the last `look`."""

@@ -20,11 +20,12 @@ from pathlib import Path
 from typing import Any
 
 from mmlab.cluster.elastic import grow_back, shrink
+from mmlab.cluster.engine_info import EngineLost
 from mmlab.cluster.engine_main import KEEPER
-from mmlab.cluster.engines import EngineLost, Engines
+from mmlab.cluster.engines import Engines
 from mmlab.cluster.launching import ActiveRun, Lacking, Stopped, bring_and_send, go_on, launch, refuse, take_over
 from mmlab.cluster.processes import MARK, end_all
-from mmlab.cluster.recovery import recover
+from mmlab.cluster.recovery import fall_back, recover
 from mmlab.cluster.registry import (
     LabConfig,
     LabPaths,
@@ -145,6 +146,8 @@ class Keeper:
                 self.log.exception("launch of %s", run.paths.root)
                 if isinstance(error, EngineLost) and run.cluster.max_recoveries:  # before any rank was told to start
                     recover(run, self.engines, Failure(0, "rank 0", "start", run.step, "lost", str(error)))
+                    continue
+                if fall_back(run, str(error)):
                     continue
                 if isinstance(error, Lacking) and shrink(run, error.there, str(error)):
                     continue

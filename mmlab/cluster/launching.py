@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from mmlab.cluster.engines import ANSWER, EngineInfo, EngineLost, Engines
+from mmlab.cluster.engine_info import EngineInfo, EngineLost
+from mmlab.cluster.engines import ANSWER, Engines
 from mmlab.cluster.registry import this_process
 from mmlab.errors import LabError, MmlabError
 from mmlab.messages import (
@@ -159,7 +160,7 @@ def go_on(run: ActiveRun) -> ActiveRun:
     """The next generation of a run whose `again` says so: queued under the same keeper, its plan read anew."""
     assert run.again is not None
     move = moving_on(run.paths, run.generation)
-    moves = move is not None and move.name == run.again.restore
+    moves = move is not None and move.name == run.again.restore and not move.notice
     if move is not None and moves:
         take_plan(run.paths, move)
     else:
@@ -286,7 +287,7 @@ def _gather(run: ActiveRun, engines: Engines, idle: Callable[[], bool], check: C
             engines.ensure(run.world + run.cluster.spares)
             time.sleep(0.05)
             continue
-        team = choose(up, run.world, run.before)
+        team = choose(up, run.world, run.before, run.cluster.anchors, _lasting(run, engines, up))
         states = engines.call(team, "state", [(str(run.paths.root),)] * len(team), ANSWER)
         blind = sorted({engine.host for engine, state in zip(team, states, strict=True) if not state["sees"]})
         if blind:
@@ -305,17 +306,46 @@ def _gather(run: ActiveRun, engines: Engines, idle: Callable[[], bool], check: C
         time.sleep(0.1)
 
 
-def choose(up: list[EngineInfo], world: int, before: list[EngineInfo]) -> list[EngineInfo]:
+def choose(
+    up: list[EngineInfo],
+    world: int,
+    before: list[EngineInfo],
+    anchors: Sequence[int] = (),
+    lasting: Sequence[EngineInfo] = (),
+) -> list[EngineInfo]:
     """The engines of `world` ranks: those that ranks had before and that live, else free ones, of the same host if
-    there is one; in order of hosts, so that neighbouring ranks share one."""
+    there is one; in order of hosts, so that neighbouring ranks share one. `anchors` are ranks that get one of
+    `lasting`, of which there are enough."""
     hosts = list(dict.fromkeys(engine.host for engine in up))
-    kept = {rank: engine for rank, engine in enumerate(before[:world]) if engine in up}
+    own = {rank: engine for rank, engine in enumerate(before[:world]) if engine in up}
+    kept = {rank: own[rank] for rank in anchors if own.get(rank) in lasting}
+    for rank in (rank for rank in anchors if rank not in kept):
+        there = [engine for engine in lasting if engine not in kept.values()]
+        kept[rank] = ([engine for engine in there if engine not in own.values()] or there)[0]
+    kept |= {r: engine for r, engine in own.items() if r not in anchors and engine not in kept.values()}
     free = [e for e in sorted(up, key=lambda engine: hosts.index(engine.host)) if e not in kept.values()]
     for rank in (rank for rank in range(world) if rank not in kept):
         near = [engine for engine in free if rank < len(before) and engine.host == before[rank].host]
         kept[rank] = (near or free)[0]
         free.remove(kept[rank])
     return [kept[rank] for rank in range(world)]
+
+
+def _lasting(run: ActiveRun, engines: Engines, up: list[EngineInfo]) -> list[EngineInfo]:
+    """The engines on hosts that nobody takes away, of which each of `cluster.anchors` is to have one."""
+    anchors = run.cluster.anchors
+    if not anchors:
+        return []
+    spot = engines.call(up, "expendable", [(run.cluster.notices,)] * len(up), ANSWER)
+    lasting = [engine for engine, goes in zip(up, spot, strict=True) if not goes]
+    if len(lasting) < len(anchors):
+        hosts = ", ".join(sorted({engine.host for engine in up if engine not in lasting}))
+        raise LabError(
+            f"cluster.anchors names {len(anchors)} ranks that must not be on expendable hosts, but {len(lasting)} of "
+            f"{len(up)} engines are on others ({hosts} may be taken away at any time); name fewer ranks, or start more "
+            "engines on lasting hosts (MMLAB_EXPENDABLE=0 says that a host is one)"
+        )
+    return lasting
 
 
 def bring_and_send(run: ActiveRun, engines: Engines, n: int, command: Command, closing: Callable[[], bool]) -> None:

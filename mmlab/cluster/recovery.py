@@ -11,9 +11,9 @@ import time
 from mmlab.cluster.engines import Engines
 from mmlab.cluster.launching import ActiveRun, Again, Recovery
 from mmlab.errors import MmlabError
-from mmlab.messages import Failure
+from mmlab.messages import Failure, claim_report, new_command, send
 from mmlab.messages.checkpoints import location_of, manifests
-from mmlab.messages.moves import read_move
+from mmlab.messages.moves import falls_back, go_back, read_move
 from mmlab.plan import Plan
 
 ONLY_A_NEW_PROCESS = ("cuda error", "nccl error")
@@ -36,7 +36,7 @@ def recover(run: ActiveRun, engines: Engines, first: Failure) -> None:
     again = any(past.pid == found.pid for past in recent)
     if engine is not None and (again or any(mark in first.message.lower() for mark in ONLY_A_NEW_PROCESS)):
         engines.kill(engine)
-    saved = _saved(run) or read_move(run.paths)
+    saved = has_checkpoint(run) or read_move(run.paths)
     restore = "latest" if saved else None
     run.history.append(found)
     run.recovering = found
@@ -44,12 +44,27 @@ def recover(run: ActiveRun, engines: Engines, first: Failure) -> None:
     run.again = Again(restore, f"recovering ({found.attempt} of {most}): {first.sentence()}")
 
 
-def _saved(run: ActiveRun) -> bool:
+def has_checkpoint(run: ActiveRun) -> bool:
     """Whether there is a checkpoint to go on from, wherever the plan keeps them."""
     try:
         return bool(manifests(location_of(run.paths, Plan.load(run.paths.plan).checkpoint.location)))
     except (MmlabError, OSError):
         return True  # who cannot look does not begin anew: the ranks will say why they cannot go on
+
+
+def fall_back(run: ActiveRun, why: str) -> bool:
+    """Let a run whose new layout cannot start go on in the one before, from where it left that; False where it was not
+    about to change its layout."""
+    move = falls_back(run.paths, run.generation)
+    if move is None:
+        return False
+    claim_report(run.paths.failures, run.generation)  # no rank that fails later on is to say that the run has failed
+    name = go_back(run.paths, move)
+    if move.paused:
+        send(run.paths.control, new_command("pause", source="relayout"))
+    run.emit("warning", message=f"the new layout could not start, and the run goes on in the one before: {why}")
+    run.again = Again(name or "latest", f"back in the layout before: {why}")
+    return True
 
 
 def say_recovered(run: ActiveRun) -> None:

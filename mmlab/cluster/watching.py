@@ -7,7 +7,7 @@ import time
 from mmlab.cluster.elastic import say_shrunk
 from mmlab.cluster.engines import Engines
 from mmlab.cluster.launching import ActiveRun, Again, write_lost
-from mmlab.cluster.recovery import recover, say_recovered
+from mmlab.cluster.recovery import fall_back, has_checkpoint, recover, say_recovered
 from mmlab.messages import (
     LEFT_UNSAID,
     BeaconState,
@@ -19,7 +19,8 @@ from mmlab.messages import (
     read_failures,
     write_failure,
 )
-from mmlab.messages.moves import moving_on
+from mmlab.messages.moves import Move, forget_move, moving_on
+from mmlab.messages.notices import read_notices
 from mmlab.tracking.doctor import diagnose
 from mmlab.tracking.record import RunRecord
 
@@ -44,7 +45,7 @@ def watch(run: ActiveRun, engines: Engines) -> None:
     if run.ended or not run.engines:
         return
     if move := moving_on(run.paths, run.generation):
-        run.again = Again(move.name, move.reason)
+        _move_on(run, engines, move)
         return
     say_recovered(run)
     say_shrunk(run)
@@ -60,11 +61,26 @@ def watch(run: ActiveRun, engines: Engines) -> None:
             _notice_hang(run)
 
 
+def _move_on(run: ActiveRun, engines: Engines, move: Move) -> None:
+    """The ranks have left with their state: the next generation begins, on engines that nobody takes away."""
+    if move.notice:
+        engines.notices = [notice for notice in read_notices(run.paths) if notice.kind == "leave"]
+        if any(notice.pid is None and notice.host == engines.host for notice in engines.notices):
+            forget_move(run.paths)
+            run.emit("state", state="stopped", reason=f"{move.notice}; so is this lab, with it: restore it elsewhere")
+            run.state = "stopped"
+            return
+    run.again = Again(move.name or ("latest" if has_checkpoint(run) else None), move.reason)
+
+
 def _see_to(run: ActiveRun, engines: Engines, first: Failure) -> None:
     """Recover from a failure, or see that the log says that the run has failed."""
     run.noticed = run.noticed or time.monotonic()
     waited = time.monotonic() - run.noticed
     aborted = read_aborted(run.paths.failures, run.generation) is not None
+    own = first.kind not in ("lost", "hung", "peer") or (not run.cluster.max_recoveries and waited >= SURVIVORS)
+    if own and not aborted and fall_back(run, first.sentence()):
+        return
     if run.cluster.max_recoveries and first.kind != "input" and not aborted:
         if first.kind != "peer" or waited >= SURVIVORS:
             recover(run, engines, first)

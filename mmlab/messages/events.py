@@ -31,6 +31,9 @@ Kinds and what they carry beside `t` (seconds since the epoch), `kind`, `lineage
 - `relayout`: the run goes on in another layout: name (of the state that it took up), changes {key: [before, after]},
   before and after (ranks), generation, through ("memory" or "disk"), bytes, seconds (from the step boundary until the
   state was taken up), steps (planned)
+- `notice`: a host or process is about to be taken away: notice ("leave" or "advice"), source, host, pid (null for the
+  whole host), deadline (seconds since the epoch), said, ranks (that are there), saved (name of a checkpoint, empty
+  where there was no time for one), message
 - `eval`: loss, loss_swapped (null without images), tokens; `samples`: folder, items [{image, truth, text, prompt}]
 - `balance`: times {part: seconds}, layers_per_stage (the split chosen from them), seconds and even [of each rank of a
   pipeline, with that and with an even split]
@@ -50,6 +53,8 @@ from pathlib import Path
 from typing import Any
 
 Event = dict[str, Any]
+TAIL = 1 << 18
+"""Bytes at the end of a log in which its last state is looked for: a run that has ended writes nothing more."""
 ENDED = ("failed", "finished", "stopped")
 """States in which a run no longer computes."""
 
@@ -107,6 +112,13 @@ def read_events(path: Path, offset: int = 0, limit: int = -1) -> tuple[list[Even
     end = data.rfind(b"\n") + 1
     events = [event for line in data[:end].splitlines() if (event := _parse(line)) is not None]
     return events, offset + end
+
+
+def last_state(path: Path) -> str:
+    """The state in the last `state` event among the end of a log, read without the rest; empty where there is none."""
+    size = path.stat().st_size if path.exists() else 0
+    events, _ = read_events(path, max(0, size - TAIL))
+    return next((str(event["state"]) for event in reversed(events) if event["kind"] == "state"), "")
 
 
 def last_steps(lineages: list[Event]) -> dict[str, float]:

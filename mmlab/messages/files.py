@@ -20,7 +20,8 @@ class RunPaths:
     samples that each step consumed, `control/` the inbox (mode 0700) with `control/acks/`, `ranks/` one beacon a rank,
     `failures/` one file a failed rank and generation, `logs/` what ranks print, `checkpoints/`, `traces/` op times of
     chosen steps, `plans/` the plans of earlier generations where a relayout changed them, `relayout.json` a state
-    on its way to another layout, `plan.full.toml` the plan of a run that lacks engines for it.
+    on its way to another layout or to other engines, `plan.full.toml` the plan of a run that lacks engines for it,
+    `notices/` hosts that are about to be taken away.
     """
 
     root: Path
@@ -41,8 +42,13 @@ class RunPaths:
         return self.root / "plan.full.toml"
 
     @property
+    def notices(self) -> Path:
+        """Notices that a host is about to be taken away, one file each."""
+        return self.root / "notices"
+
+    @property
     def move(self) -> Path:
-        """The state on its way to another layout (JSON); absent but for the moment of a relayout."""
+        """The state on its way to the next generation (JSON); absent but for that moment."""
         return self.root / "relayout.json"
 
     @property

@@ -1,4 +1,4 @@
-"""A run on its way to another layout: where its state is between two generations, and what becomes of it otherwise.
+"""A run on its way to another layout, or to other engines: where its state is meanwhile, and what becomes of it.
 
 `<run>/relayout.json` is there from the moment that the state of the generation before is whole until the next one has
 taken it up. The state itself is a checkpoint: in memory (a folder of this run's own on a tmpfs of the host), or on disk
@@ -31,7 +31,8 @@ class Move:
 
     `generation` is that next one's number; `command` asked for it; `name` of the state, a checkpoint in `folder` of
     `host`, in memory or not; `plan` is TOML; `before` and `after` ranks; `began` seconds since the epoch; `paused` and
-    `remaining` (steps until the next pause) as the run is steered.
+    `remaining` (steps until the next pause) as the run is steered; `notice` why it leaves its engines (empty: another
+    layout). With a notice the state is an ordinary checkpoint, by name; it has none where there was no time to save.
     """
 
     generation: int
@@ -49,10 +50,13 @@ class Move:
     changes: dict[str, list[Any]]
     paused: bool = False
     remaining: int | None = None
+    notice: str = ""
 
     @property
     def reason(self) -> str:
         """What changes, in one line."""
+        if self.notice:
+            return self.notice
         shown = ", ".join(f"{key} {old} -> {new}" for key, (old, new) in list(self.changes.items())[:6])
         more = f" and {len(self.changes) - 6} more" if len(self.changes) > 6 else ""
         ranks = f" ({self.before} -> {self.after} ranks)" if self.before != self.after else ""
@@ -85,6 +89,22 @@ def take_plan(paths: RunPaths, move: Move) -> None:
         paths.plans.mkdir(exist_ok=True)
         write_atomic(paths.plans / f"generation-{move.generation - 1}.toml", old)
         write_atomic(paths.plan, new)
+
+
+def falls_back(paths: RunPaths, generation: int) -> Move | None:
+    """The move that a generation has not taken up, where a keeper can let the run go on in the layout before: a new
+    layout that cannot start (too little memory, say) ends no run. None where it cannot."""
+    move = read_move(paths)
+    if move is None or move.generation != generation or move.notice:
+        return None
+    kept = (paths.plans / f"generation-{generation - 1}.toml").is_file()
+    return move if kept and (read_json(paths.run) or {}).get("keeper") else None
+
+
+def go_back(paths: RunPaths, move: Move) -> str:
+    """Make the plan before a move the run's again, and its state a checkpoint; its name."""
+    write_atomic(paths.plan, (paths.plans / f"generation-{move.generation - 1}.toml").read_bytes())
+    return rescue_move(paths)
 
 
 def memory_folders(paths: RunPaths) -> list[Path]:

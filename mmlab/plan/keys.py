@@ -12,6 +12,7 @@ from typing import Any, Literal, get_args, get_origin
 from annotated_types import Ge, Gt, Le, Lt
 
 from mmlab.plan.schema import LIVE, Plan, Section
+from mmlab.plan.section import Ranks
 
 _KINDS = {
     int: "a whole number",
@@ -47,6 +48,8 @@ class Key:
             return "one of " + ", ".join(str(choice) for choice in self.choices)
         if self.kind not in _KINDS:
             (item, *_) = get_args(self.kind)
+            if self.kind == get_args(Ranks)[0]:
+                return "a list of ranks, whole numbers from 0 on"
             return "a list of positive numbers" if float in get_args(item) else _COUNTS
         return _KINDS[self.kind] + self.bounds
 

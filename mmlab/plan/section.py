@@ -16,6 +16,11 @@ Counts = Annotated[
     BeforeValidator(lambda value: tuple(value) if isinstance(value, list) else value),
 ]
 """Whole numbers of at least 1; a list in TOML, a tuple here, so that a plan stays hashable."""
+Ranks = Annotated[
+    tuple[Annotated[int, Field(ge=0)], ...],
+    BeforeValidator(lambda value: tuple(value) if isinstance(value, list) else value),
+]
+"""Whole numbers from 0 on."""
 Shares = Annotated[
     tuple[Annotated[float, Field(gt=0)], ...],
     BeforeValidator(lambda value: tuple(value) if isinstance(value, list) else value),

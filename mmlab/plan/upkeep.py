@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from mmlab.plan.section import LIVE, Section
+from mmlab.plan.section import LIVE, Ranks, Section
 
 
 class CheckpointConfig(Section):
@@ -49,6 +49,13 @@ class ClusterConfig(Section):
     when it was made."""
     start_timeout: float = Field(180.0, gt=0)
     """Seconds that local engines may take to start (batch profiles wait without limit), likewise."""
+    anchors: Ranks = ()
+    """Ranks that must not be on expendable hosts (spot, preemptible), such as [0]."""
+    notices: Literal["auto", "none", "aws", "gcp", "azure"] = "auto"
+    """Whose metadata server each host asks whether it is about to be taken away; auto asks which one answers, within a
+    second and beside the training, and none if none does."""
+    grace: float = Field(30.0, gt=0)
+    """Seconds between SIGTERM or SIGUSR1 and the end of a process, in which the run saves and leaves it."""
     max_recoveries: int = Field(3, ge=0)
     """Most times within `recovery_window` that a lab replaces what failed and lets the run go on from its newest
     checkpoint; then, and with 0 at once, the run fails."""

@@ -21,7 +21,7 @@ from mmlab.messages.events import ENDED, Event, last_steps, planned_steps, read_
 from mmlab.messages.failures import Failure, read_failures
 from mmlab.messages.files import RunPaths, process_alive, read_json
 from mmlab.messages.locations import Location
-from mmlab.messages.moves import moving_on
+from mmlab.messages.moves import falls_back, moving_on
 from mmlab.messages.runs import runs_root
 from mmlab.tracking.bottleneck import Bottleneck
 from mmlab.tracking.compression import CompressionTable
@@ -169,7 +169,7 @@ class RunRecord:
         if state not in ENDED and (move := moving_on(self.paths, generation)):
             state, reason = "starting", move.reason
         elif state not in ENDED and (failure := self._failure(generation, beacons, state)):
-            recovers = self._recovers(info, generation)
+            recovers = self._recovers(info, generation) or falls_back(self.paths, generation)
             state, reason = ("starting", f"about to recover: {failure}") if recovers else ("failed", failure)
         ranks = [self._rank(beacon, info, state) for beacon in beacons]
         return {"state": state, "reason": reason, "generation": generation, "ranks": ranks}

@@ -1,8 +1,15 @@
-"""`torchrun --nproc-per-node N -m mmlab.train PLAN [key=value ...]`: a run without ipyparallel."""
+"""`torchrun --nproc-per-node N -m mmlab.train PLAN|RUN [key=value ...]`: a run without ipyparallel.
+
+Ranks that torchrun restarts go on from the newest checkpoint; so does a run whose folder takes the plan's place. On
+SIGTERM and SIGUSR1 the run saves and leaves with exit code 143.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import os
+import signal
+import socket
 import sys
 import threading
 import time
@@ -10,63 +17,37 @@ from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch.distributed as dist
 
-from mmlab.errors import LabError, MmlabError, PlanError
-from mmlab.messages import RunPaths, read_events, read_failures, read_json
-from mmlab.messages.moves import read_move
-from mmlab.messages.runs import TORCHRUN, create_run, runs_root, take_over_move
-from mmlab.plan import Plan
+from mmlab.errors import LabError, MmlabError
+from mmlab.messages import EventLog, RunPaths, read_events, read_failures, read_json
+from mmlab.messages.moves import Move, forget_move, read_move
+from mmlab.messages.notices import SIGNALS, Notice, write_notice
+from mmlab.messages.runs import take_over_move
 from mmlab.train.job import Job
+from mmlab.train.resume import agree
 from mmlab.train.worker import run_worker
 
-RUN_KEY = "mmlab/run"
 SAY_EVERY = 2.0
 """Seconds between lines about the steps done."""
 SEEN = 60.0
 """Seconds in which what rank 0 writes into the run's folder is seen by the other ranks."""
-USAGE = "usage: torchrun --nproc-per-node N -m mmlab.train PLAN [key=value ...]"
-
-
-def prepare(plan: Plan, world_size: int) -> Path:
-    """Check the plan against the number of processes and make the run's folder (rank 0)."""
-    if plan.world_size != world_size:
-        raise PlanError(
-            f"the plan needs {plan.world_size} ranks and torchrun started {world_size}; "
-            f"use --nproc-per-node {plan.world_size}"
-        )
-    plan.check().raise_if_any()
-    more = {"generation": 1, "launcher": TORCHRUN}
-    return create_run(runs_root(), plan.name, plan.dumps(), world_size, plan.train.steps, **more).root
-
-
-def _agree_on_run(arguments: list[str], rank: int, world_size: int, store: dist.Store) -> Path:
-    """Rank 0 checks the plan and makes the folder; the others learn its name, or that there is none."""
-    if rank != 0:
-        name = store.get(RUN_KEY).decode()
-        if not name:
-            raise MmlabError("rank 0 refused the plan")
-        return Path(name)
-    try:
-        plan = Plan.load(arguments[0]).with_(*arguments[1:])
-        run_dir = prepare(plan, world_size)
-    except MmlabError as error:
-        print(error, file=sys.stderr)
-        store.set(RUN_KEY, "")
-        raise
-    print(f"run {run_dir}", flush=True)
-    store.set(RUN_KEY, str(run_dir))
-    return run_dir
+LEFT = 128 + signal.SIGTERM
+"""Exit code of ranks that were told to leave, as if the signal had ended them: torchrun, Kubernetes and a job script
+that requeues take it for what it is, an end that calls for another start."""
+USAGE = "usage: torchrun --nproc-per-node N -m mmlab.train PLAN|RUN [key=value ...]"
 
 
 @contextmanager
 def _says_steps(paths: RunPaths) -> Iterator[None]:
     """Meanwhile print a line every few seconds, and the state when it changes: what a job's log should show."""
     ended = threading.Event()
+    known = paths.events.stat().st_size if paths.events.exists() else 0
 
     def follow() -> None:
-        offset, last = 0, False
+        offset, last = known, False
         while not last:
             last = ended.wait(SAY_EVERY)
             events, offset = read_events(paths.events, offset)
@@ -86,10 +67,20 @@ def _says_steps(paths: RunPaths) -> Iterator[None]:
         thread.join(5.0)
 
 
-def _next_generation(paths: RunPaths, job: Job) -> Job:
+def _hear_signals(paths: RunPaths) -> None:
+    """A signal that announces the end of this process is a notice to the run; a second one ends it."""
+
+    def on_signal(number: int, frame: Any) -> None:
+        signal.signal(number, signal.SIG_DFL)
+        with contextlib.suppress(OSError):
+            write_notice(paths, Notice("leave", signal.Signals(number).name, socket.gethostname(), os.getpid()))
+
+    for number in SIGNALS:
+        signal.signal(number, on_signal)
+
+
+def _next_generation(paths: RunPaths, job: Job, move: Move) -> Job:
     """This rank's part of the generation that takes up the state which the one before has left."""
-    move = read_move(paths)
-    assert move is not None  # written before any rank has left, removed when all have read it
     if job.rank == 0:
         events, _ = read_events(paths.events)
         take_over_move(paths, move, events[-1]["lineage"])
@@ -101,26 +92,42 @@ def _next_generation(paths: RunPaths, job: Job) -> Job:
     return replace(job, generation=move.generation, restore=move.name)
 
 
+def _leave(paths: RunPaths, job: Job, move: Move) -> int:
+    """The host or a process is being taken away: the run stops here, and goes on where it is started again."""
+    if job.rank == 0:
+        events, _ = read_events(paths.events)
+        log = EventLog(paths.events, events[-1]["lineage"])
+        log.emit("state", state="stopped", step=move.step, reason=move.notice)
+        log.close()
+        forget_move(paths)
+        print(f"{move.notice}; it goes on with: torchrun ... -m mmlab.train {paths.root}", flush=True)
+    return LEFT
+
+
 def main(arguments: list[str]) -> int:
-    """Exit code: 0 done or stopped, 1 the input is at fault, 2 the run failed."""
+    """Exit code: 0 done or stopped, 1 the input is at fault, 2 the run failed, 143 told to leave."""
     if not arguments or "RANK" not in os.environ:
         print(USAGE, file=sys.stderr)
         return 1
-    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     store = dist.TCPStore(host, port, is_master=False)  # torchrun's agent holds it
     try:
-        run_dir = _agree_on_run(arguments, rank, world_size, store)
+        job = agree(arguments, os.environ, store)
     except MmlabError as error:
         return error.exit_code
-    job = Job(str(run_dir), rank, world_size, host, port)
-    paths = RunPaths(run_dir)
-    with _says_steps(paths) if rank == 0 else nullcontext():
+    paths = RunPaths(Path(job.run_dir))
+    _hear_signals(paths)
+    with _says_steps(paths) if job.rank == 0 else nullcontext():
         while (state := run_worker(job)) == "moved":
-            job = _next_generation(paths, job)
+            move = read_move(paths)
+            if move is None or move.notice:  # rank 0 may have ended it already
+                break
+            job = _next_generation(paths, job, move)
+        if state == "moved":
+            return _leave(paths, job, move) if move is not None else LEFT
     if state != "failed":
         return 0
-    if rank == 0:
+    if job.rank == 0:
         events, _ = read_events(paths.events)
         reasons = [e["reason"] for e in events if e.get("state") == "failed"]
         print(reasons[-1] if reasons else "the run failed", file=sys.stderr)

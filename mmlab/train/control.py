@@ -21,6 +21,7 @@ import torch.distributed as dist
 
 from mmlab.messages import Ack, Command, Inbox, RunPaths, read_abort, read_aborted, read_failures, write_aborted
 from mmlab.messages.moves import moving_on
+from mmlab.messages.notices import take_notices
 from mmlab.parallel.abort import Connections
 from mmlab.parallel.mesh import Mesh
 from mmlab.train.vitals import Vitals
@@ -101,7 +102,8 @@ class Listener:
         since, moved = 0.0, 0.0
         while not self._stop.wait(POLL):
             self._vitals.look()
-            if self.rank == 0 and any(self.paths.control.glob("*.json")):
+            folders = (self.paths.control, self.paths.notices) if self.rank == 0 else ()
+            if any(any(folder.glob("*.json")) for folder in folders):
                 self._waiting.set()
             if self.aborted is None:
                 self.aborted = self._find_abort()
@@ -147,9 +149,12 @@ class Listener:
         return self._waiting.is_set()
 
     def take(self) -> list[Command]:
-        """The commands that wait."""
+        """The commands that wait, and notices that a host goes away as commands to leave it, which come first."""
         self._waiting.clear()
-        return self.inbox.pending() if self.rank == 0 else []
+        if self.rank != 0:
+            return []
+        notices = [Command(name, "leave", vars(n), n.source, n.time) for name, n in take_notices(self.paths)]
+        return notices + self.inbox.pending()
 
     def wait(self, seconds: float) -> None:
         """Return when a command waits, at the latest after some seconds."""

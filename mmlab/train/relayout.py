@@ -27,8 +27,6 @@ class Relayout:
 
     def __init__(self, session: Session) -> None:
         self.session = session
-        self.begun: str | None = None
-        """The name of the state that the next generation takes up; None while this one goes on."""
 
     def begin(self, args: Mapping[str, Any]) -> str:
         """Leave this step's state for a generation in another layout, in memory where it fits, else on disk.
@@ -59,7 +57,7 @@ class Relayout:
                 shutil.rmtree(folder, ignore_errors=True)
         if problem := here.channel.share(problem):
             raise CheckpointError(problem)
-        self.begun = name
+        here.moving = True
         return move.reason
 
     def _check_world(self, new: Plan) -> None:
@@ -110,7 +108,7 @@ class Relayout:
         first = here.mesh.place.rank == 0
         move = read_move(here.paths) if first else None
         fits = move is not None and (move.generation, move.name) == (here.listener.generation, restore)
-        found = here.channel.share(vars(move) if move is not None and fits else None)
+        found = here.channel.share(vars(move) if move is not None and fits and not move.notice else None)
         if found is None:
             return False
         move = Move(**found)

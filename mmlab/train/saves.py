@@ -40,6 +40,8 @@ class Saves:
         self._under_way: checkpoint.Save | None = None
         self._contents: dict[str, str] | None = None
         self._count = 0
+        self.last_seconds = 0.0
+        """What the last save took (rank 0); 0 before the first."""
         self._clock = time.monotonic()
 
     def begin(self) -> None:
@@ -140,6 +142,7 @@ class Saves:
             here.emit("warning", step=step, message=f"{made.problem}; the run goes on without it")
         elif made.problem is None:
             m = made.manifest
+            self.last_seconds = m["seconds"]
             stall = m["seconds"] if made.waited else made.stall
             shared = sum(part["bytes"] for part in m["frozen"].values())
             here.emit("checkpoint", step=step, name=m["name"], path=str(made.folder), seconds=round(m["seconds"], 3),

@@ -26,6 +26,7 @@ from mmlab.train.chaos import Chaos
 from mmlab.train.control import Aborted, Boundary, Channel, Listener
 from mmlab.train.evaluate import Evaluator
 from mmlab.train.feed import Feed
+from mmlab.train.leaving import Leaving
 from mmlab.train.relayout import Relayout
 from mmlab.train.reported import Coded, StepResult
 from mmlab.train.runner import make_runner
@@ -75,12 +76,16 @@ class Session:
         self.saves = Saves(self)
         self._told_over = False
         self.relayout = Relayout(self)
+        self.moving = False
+        """Whether the next generation takes over, in another layout or on other engines."""
+        self.members: list[dict[str, Any]] = []
+        """Every rank's {"rank", "role", "pid", "host"}, once all are there."""
         self.applying = ""
         """Id of the command that is being applied."""
         self._verbs: dict[str, Callable[[dict[str, Any]], str]] = {
             "pause": self._pause, "resume": self._resume, "step": self._step_n, "set": self._set,
             "measure": self._measure, "checkpoint": self._checkpoint, "restore": self._restore,
-            "relayout": self.relayout.begin, "stop": self._stop, "abort": self._abort,
+            "relayout": self.relayout.begin, "leave": Leaving(self).leave, "stop": self._stop, "abort": self._abort,
             "chaos": Chaos(watch, mesh.place.rank, mesh.world_size).act,
         }  # fmt: skip
 
@@ -207,7 +212,7 @@ class Session:
             commands = self.boundary.commands(wait=self.steering.paused and not self.commands_wait)
             self.commands_wait = False
             for command in commands:
-                if self.relayout.begun is None:  # what comes after is the next generation's
+                if not self.moving:  # what comes after is the next generation's
                     self._apply(command)
         self.watch.enter("control")
 
@@ -235,8 +240,8 @@ class Session:
 
     @property
     def over(self) -> bool:
-        """Whether this generation does no further step, though steps may be left: stopped, or on to another layout."""
-        return self.steering.stopped or self.relayout.begun is not None
+        """Whether this generation does no further step, though steps may be left: stopped, or on to the next one."""
+        return self.steering.stopped or self.moving
 
     @property
     def state(self) -> str:

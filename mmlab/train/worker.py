@@ -29,6 +29,7 @@ from mmlab.messages import (
     RunPaths,
     claim_report,
     process_alive,
+    process_started,
     read_abort,
     read_aborted,
     read_beacons,
@@ -36,7 +37,7 @@ from mmlab.messages import (
     read_failures,
     write_failure,
 )
-from mmlab.messages.moves import moving_on
+from mmlab.messages.moves import falls_back, moving_on
 from mmlab.parallel import shm
 from mmlab.parallel.abort import Connections
 from mmlab.parallel.mesh import Mesh, build_mesh, close_mesh
@@ -48,6 +49,7 @@ from mmlab.train.control import Aborted, Interrupted, Listener
 from mmlab.train.job import Job
 from mmlab.train.loop import train
 from mmlab.train.session import Session
+from mmlab.train.spot import SpotWatch
 
 Fault = Callable[[int, int, str], None]
 """A scripted fault: called with (rank, step, phase) whenever a phase begins."""
@@ -181,12 +183,16 @@ def _run(plan: Plan, paths: RunPaths, mesh: Mesh, watch: Watch, listener: Listen
     built = build(plan, mesh)  # DeepSpeed makes groups of its own
     listener.connections.mark()
     session = Session(plan, paths, mesh, built, watch, listener)
+    spot = None
     try:
         session.start(job.restore)
-        mine = {"rank": job.rank, "role": mesh.place.label, "pid": os.getpid(), "host": socket.gethostname()}
+        mine = {"rank": job.rank, "role": mesh.place.label, "pid": os.getpid(), "host": socket.gethostname(),
+                "started": process_started(os.getpid())}  # fmt: skip
         found = session.channel.gather([mine, mesh.transports])
         transport = _say_transport(session, {text for _, texts in found for text in texts})
-        ranks = [rank for rank, _ in found]
+        session.members = ranks = [rank for rank, _ in found]
+        if plan.cluster.notices != "none" and mine == next(m for m in ranks if m["host"] == mine["host"]):
+            spot = SpotWatch(paths, plan.cluster.notices)  # one a host is enough
         session.emit(
             "state", step=session.steering.step, state=session.state, reason="", ranks=ranks, transport=transport
         )  # fmt: skip
@@ -201,6 +207,8 @@ def _run(plan: Plan, paths: RunPaths, mesh: Mesh, watch: Watch, listener: Listen
         listener.uninterruptible()  # an abort does not interrupt the tidying up
         raise
     finally:
+        if spot is not None:
+            spot.close()
         session.close()
 
 
@@ -288,7 +296,7 @@ def _fail(job: Job, paths: RunPaths, watch: Watch, connections: Connections, err
         if not any(known.rank == job.rank for known in read_failures(paths.failures, job.generation)):
             write_failure(paths.failures, job.generation, failure)  # else the keeper has said what is wrong with it
     connections.cut()  # also where the disk is full: nobody waits for this rank
-    if job.recovers and failure.kind != "input":
+    if (job.recovers and failure.kind != "input") or falls_back(paths, job.generation):
         return  # the keeper says what becomes of the run
     with contextlib.suppress(OSError):
         first = _first_cause(paths, job.generation, failure)

@@ -23,8 +23,8 @@ BETWEEN = {"eval": "evaluating", "checkpoint": "saving"}
 """What ranks do between steps, by phase of the beacon."""
 WINDOW = 20
 """Steps over which phases are averaged."""
-SHOWN = ("state", "lineage", "command", "checkpoint", "restore", "relayout", "recovery", "eval", "samples", "bad_image",
-         "overflow", "warning")  # fmt: skip
+SHOWN = ("state", "lineage", "command", "checkpoint", "restore", "relayout", "notice", "recovery", "eval", "samples",
+         "bad_image", "overflow", "warning")  # fmt: skip
 """Kinds of events listed for people (steps are curves)."""
 
 

@@ -21,7 +21,7 @@ from mmlab.ui.words import clock, command_text, duration, event_text, number, pl
 
 SAMPLES = 8
 """Held-out pictures shown."""
-LISTED = ("state", "lineage", "checkpoint", "restore", "relayout", "bad_image", "warning")
+LISTED = ("state", "lineage", "checkpoint", "restore", "relayout", "notice", "bad_image", "warning")
 """Kinds of events in the list of events."""
 
 

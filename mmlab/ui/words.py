@@ -157,6 +157,7 @@ _WORDS = {
     "checkpoint": _checkpoint,
     "restore": lambda event: f"restored {event.get('name')} of step {event.get('from_step')}",
     "relayout": _relayout,
+    "notice": lambda event: str(event.get("message")),
     "samples": lambda event: f"wrote text for {len(event.get('items') or [])} held-out pictures",
     "bad_image": lambda event: f"image of {event.get('sample')} cannot be decoded: {event.get('reason')}",
     "overflow": _overflow,

@@ -5,8 +5,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from mmlab.cluster.engines import EngineInfo
-from mmlab.cluster.launching import Stopped, launch, take_over
+from mmlab.cluster.engine_info import EngineInfo
+from mmlab.cluster.launching import Stopped, choose, launch, take_over
 from mmlab.cluster.watching import watch
 from mmlab.errors import LabError
 from mmlab.messages import EventLog, Failure, new_command, read_ack, read_json, send, write_failure
@@ -20,9 +20,9 @@ class Described:
     connected = True
     problem = ""
 
-    def __init__(self, hosts, busy=(), blind=()):
+    def __init__(self, hosts, busy=(), blind=(), spot=()):
         self.engines = [EngineInfo(id, 100 + id, 1.0, host, False) for id, host in enumerate(hosts)]
-        self.busy, self.blind = set(busy), set(blind)
+        self.busy, self.blind, self.spot = set(busy), set(blind), set(spot)
         self.config = SimpleNamespace(worker="w", start_timeout=180.0)
         self.asked, self.gone, self.started, self.killed = 0, set(), [], []
 
@@ -42,6 +42,8 @@ class Described:
     def call(self, team, method, arguments, timeout):
         if method == "state":
             return [{"busy": e.id in self.busy, "sees": e.host not in self.blind} for e in team]
+        if method == "expendable":
+            return [engine.host in self.spot for engine in team]
         if method == "open_store":
             return [("10.0.0.1", 1234)]
         if method == "warmed":
@@ -152,3 +154,21 @@ def test_a_run_whose_folder_was_deleted_is_over(run):
     shutil.rmtree(run.paths.root)
     watch(run, engines)
     assert run.ended
+
+
+def test_anchors_get_engines_on_lasting_hosts(run):
+    run.cluster = run.cluster.model_copy(update={"anchors": (0, 3)})
+    engines = Described(["spot", "spot", "kept", "spot", "kept"], spot={"spot"})
+    start(run, engines)
+    chosen = {job["rank"]: engine for engine, job in engines.started}
+    assert {chosen[0], chosen[3]} == {2, 4}
+    assert {chosen[1], chosen[2]} <= {0, 1, 3}
+    few = Described(["spot", "spot", "kept", "spot"], spot={"spot"})
+    with pytest.raises(LabError, match=r"names 2 ranks .* but 1 of 4 engines are on others \(spot may be taken away"):
+        start(run, few)
+
+
+def test_engines_that_are_about_to_be_taken_away_keep_no_rank_from_an_anchor(run):
+    up = Described(["a", "b", "a", "b"]).up()
+    team = choose(up, 3, [up[0], up[1], up[2]], anchors=(2, 0), lasting=[up[0], up[1]])
+    assert [engine.id for engine in team] == [0, 3, 1]

@@ -9,7 +9,7 @@ from test_launching import Described, start
 
 from mmlab.cluster import watching
 from mmlab.cluster.elastic import grow_back, shrink
-from mmlab.cluster.engines import EngineInfo
+from mmlab.cluster.engine_info import EngineInfo
 from mmlab.cluster.launching import Lacking, choose, go_on, take_over
 from mmlab.cluster.watching import watch
 from mmlab.errors import LabError

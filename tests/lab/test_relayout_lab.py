@@ -54,7 +54,23 @@ def test_more_engines_then_fewer_then_a_rank_dies(two_engines, run):
     assert run.ledger().ok
     with pytest.raises(PlanError, match=r"data\.lanes stays 2"):
         run.relayout("data.lanes=4")
+    _a_layout_that_cannot_start(run)
     _a_rank_dies(run)
+
+
+def _a_layout_that_cannot_start(run):
+    """The run goes on in the layout before, paused as it was."""
+    run.pause().wait()
+    step, generation = run.status()["step"], run.status()["generation"]
+    run.relayout("cluster.device=cuda").wait()
+    eventually(lambda: run.status()["generation"] == generation + 2 and run.status()["state"] == "paused", 90)
+    (warning,) = [event["message"] for event in run.events() if event["kind"] == "warning"]
+    assert "torch sees 0 GPUs" in warning
+    assert run.plan.cluster.device == "auto"
+    assert not any(event.get("state") == "failed" for event in run.events())
+    run.resume()
+    run.wait(step=step + 1, timeout=60)
+    assert run.ledger().ok
 
 
 def _a_rank_dies(run):

@@ -58,6 +58,7 @@ RULES: tuple[Rule, ...] = (
     data.token_budget,
     remote.addresses,
     cluster.shared_memory,
+    cluster.anchors,
     lora.lora_targets,
     lora.lora_rank,
     lora.lora_frozen,

@@ -28,6 +28,17 @@ def _host_groups(layout: Layout) -> Iterator[list[int]]:
         yield [len(group) for group in groups if len(group) > 1 and host.issuperset(group)]
 
 
+def anchors(plan: Plan) -> Iterator[Problem]:
+    """Anchors are ranks of the plan, each named once."""
+    named, world = plan.cluster.anchors, plan.world_size
+    right = tuple(sorted({rank for rank in named if rank < world}))
+    if len(right) < len(named):
+        outside = [rank for rank in named if rank >= world]
+        said = f"there are no ranks {outside}: the plan has {world}, from 0 on." if outside else "a rank comes twice."
+        fix = Fix("name those there are", (f"cluster.anchors={list(right)}",))
+        yield Problem("cluster.anchors", said, fix)
+
+
 def shared_memory(plan: Plan) -> Iterator[Problem]:
     """The smallest files of the groups of a host fit what the plan gives them."""
     c = plan.cluster

@@ -1,0 +1,90 @@
+"""Engines that are about to be taken away: the run saves, leaves them and goes on elsewhere."""
+
+import os
+import signal
+import socket
+import time
+
+import pytest
+from lab_helpers import assert_ended, eventually, processes
+from test_training import shard  # noqa: F401  a fixture
+
+from mmlab import Plan
+from mmlab.lab import Lab
+from mmlab.messages.notices import Notice, write_notice
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture
+def run(place, shard, tmp_path, monkeypatch):  # noqa: F811
+    monkeypatch.setenv("JUPYTER_RUNTIME_DIR", str(tmp_path / "runtime"))
+    lab = Lab(engines=2)
+    changes = {"data.path": str(shard), "data.held_out": "", "train.steps": 100000, "data.lanes": 2,
+               "checkpoint.every_steps": 0}  # fmt: skip
+    run = lab.train(Plan.preset("laptop").with_("parallel.pp=1", changes))
+    run.wait(step=2, timeout=100)
+    yield run
+    pids = processes(lab)
+    lab.close()
+    assert_ended(pids)
+
+
+def notices(run):
+    return [event for event in run.events() if event["kind"] == "notice"]
+
+
+def whole(run):
+    """Every step is there once, and so are its samples."""
+    steps = [row["step"] for row in run.metrics()]
+    return steps == list(range(1, len(steps) + 1)) and run.ledger().ok
+
+
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGUSR1"])
+def test_a_signalled_engine_is_left_and_replaced(run, name):
+    victim, other = (run.status()["ranks"][rank]["pid"] for rank in (1, 0))
+    run.pause().wait()
+    os.kill(victim, getattr(signal, name))
+    (notice,) = eventually(lambda: notices(run), 30)
+    assert (notice["source"], notice["ranks"], notice["pid"]) == (name, [1], victim)
+    assert notice["saved"] in [c["name"] for c in run.checkpoints()]
+    assert 25 < notice["deadline"] - notice["t"] <= 30
+    eventually(lambda: run.status()["generation"] == 2 and run.status()["state"] == "paused", 90)
+    pids = {rank["pid"] for rank in run.status()["ranks"]}
+    assert other in pids
+    assert victim not in pids
+    run.resume()
+    run.wait(step=notice["step"] + 2, timeout=60)
+    assert whole(run)
+    assert not any(event.get("state") == "failed" for event in run.events())
+
+
+def test_a_deadline_too_short_for_a_save_is_said_and_the_run_goes_back(run):
+    saved = run.checkpoint("kept").wait()
+    run.wait(step=saved.step + 2, timeout=60)
+    victim = run.status()["ranks"][0]
+    notice = Notice("leave", "chaos", victim["host"], victim["pid"], deadline=time.time() - 1)
+    write_notice(run._record.paths, notice)
+    (event,) = eventually(lambda: notices(run), 30)
+    assert event["saved"] == ""
+    assert "too short for a save" in event["message"]
+    eventually(lambda: run.status()["generation"] == 2 and run.status()["state"] == "running", 90)
+    run.wait(step=saved.step + 1, timeout=60)
+    assert victim["pid"] not in {rank["pid"] for rank in run.status()["ranks"]}
+    assert whole(run)
+
+
+def test_advice_saves_and_goes_on_and_a_host_that_goes_takes_its_lab_along(run):
+    write_notice(run._record.paths, Notice("advice", "aws", socket.gethostname(), said="rebalance"))
+    (advice,) = eventually(lambda: notices(run), 30)
+    assert advice["saved"]
+    run.wait(step=advice["step"] + 2, timeout=60)
+    assert run.status()["generation"] == 1
+    write_notice(run._record.paths, Notice("leave", "aws", "elsewhere"))
+    (run._record.paths.notices / "0-broken.json").write_text("[")
+    write_notice(run._record.paths, Notice("leave", "aws", socket.gethostname(), said="terminate"))
+    eventually(lambda: run.status()["state"] == "stopped", 60)
+    assert "is about to be taken away (aws): saved step-" in run.status()["reason"]
+    last = notices(run)[-1]
+    assert last["ranks"] == [0, 1]
+    assert max(c["step"] for c in run.checkpoints()) == last["step"]
