@@ -154,10 +154,13 @@ def relayout(
 def chaos(
     run: RunArgument,
     action: Annotated[
-        list[str], typer.Argument(metavar="ACTION=TARGET...", help="kill=1, hang=1, slow=1 seconds=0.5, corrupt=last.")
+        list[str],
+        typer.Argument(
+            metavar="ACTION=TARGET...", help="kill=1, hang=1, slow=1 seconds=0.5, notice=1 seconds=9, corrupt=last."
+        ),
     ],
 ) -> None:
-    """Do harm on purpose: kill or hang a rank, make it slow, damage the newest checkpoint."""
+    """Do harm on purpose: kill or hang a rank, make it slow, take it away, damage the newest checkpoint."""
     _print_ack(open_run(run).chaos(**_pairs(action, "kill=1")))
 
 

@@ -73,6 +73,7 @@ class Keeper:
                 for request in take_requests(self.paths):
                     self._obey(request)
                 self.engines.look()
+                self.engines.take_away()
                 for run in list(self.runs):
                     with contextlib.suppress(OSError):  # a full disk under a run: the lab goes on, and looks again
                         if not run.ended:

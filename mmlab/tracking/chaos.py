@@ -1,4 +1,5 @@
-"""Faults on purpose, by real means: killed, hung and slow ranks, damaged checkpoints. Each is in the event log."""
+"""Faults on purpose, by real means: killed, hung and slow ranks, hosts taken away, damaged checkpoints. All are in the
+event log."""
 
 from __future__ import annotations
 
@@ -12,13 +13,14 @@ from typing import Any
 
 from mmlab.errors import CheckpointError, MmlabError
 from mmlab.messages import Ack, EventLog, Inbox, new_command, process_alive
-from mmlab.messages.beacon import PHASES
+from mmlab.messages.beacon import PHASES, BeaconState
 from mmlab.messages.checkpoints import MANIFEST
 from mmlab.messages.locations import Location
+from mmlab.messages.notices import CHAOS, Notice, write_notice
 from mmlab.tracking.record import RunRecord
 from mmlab.tracking.sent import Sent
 
-ACTIONS = ("kill", "hang", "slow", "corrupt")
+ACTIONS = ("kill", "hang", "slow", "notice", "corrupt")
 STRIKES_IN = tuple(phase for phase in PHASES if phase not in ("start", "control", "idle"))
 """Phases in which a fault may be asked for."""
 
@@ -52,10 +54,11 @@ def chosen(asked: Mapping[str, Any], seconds: float | None, phase: str) -> Strik
         raise MmlabError(f"chaos {action}= takes a rank, not {target!r}")
     if phase and (phase not in STRIKES_IN or action not in ("kill", "hang", "slow")):
         raise MmlabError(f"chaos phase= goes with kill, hang and slow, and is one of {', '.join(STRIKES_IN)}")
-    if action == "slow" and (not isinstance(seconds, int | float) or isinstance(seconds, bool) or seconds < 0):
-        raise MmlabError("chaos slow= needs seconds=, by which each step of the rank is slower; 0 ends it")
-    if action != "slow" and seconds is not None:
-        raise MmlabError("chaos seconds= goes with slow")
+    timed = {"slow": "by which each step of the rank is slower; 0 ends it", "notice": "until its process is taken away"}
+    if action in timed and (not isinstance(seconds, int | float) or isinstance(seconds, bool) or seconds < 0):
+        raise MmlabError(f"chaos {action}= needs seconds=, {timed[action]}")
+    if action not in timed and seconds is not None:
+        raise MmlabError("chaos seconds= goes with slow and notice")
     return Strike(action, target, seconds, phase)
 
 
@@ -67,12 +70,14 @@ def check_rank(record: RunRecord, strike: Strike) -> None:
 
 
 def here_and_now(record: RunRecord, strike: Strike) -> Sent | None:
-    """Do what needs no step boundary: kill a process of this host, damage a file. None for all else."""
+    """Do what needs no step boundary: kill a process of this host, damage a file, leave a notice. None for all else."""
     if strike.action == "corrupt":
         return _logged(record, strike, [], _flip(record, strike.target))
+    beacon = next((beacon for beacon in record.beacons() if beacon.rank == strike.target), None)
+    if strike.action == "notice":
+        return _announce(record, strike, beacon)
     if strike.action != "kill" or strike.phase:
         return None
-    beacon = next((beacon for beacon in record.beacons() if beacon.rank == strike.target), None)
     if beacon is None or beacon.host != socket.gethostname():
         return None
     if beacon.done or not process_alive(beacon.pid, beacon.started):
@@ -80,6 +85,22 @@ def here_and_now(record: RunRecord, strike: Strike) -> Sent | None:
     text = f"SIGKILL to rank {beacon.rank} ({beacon.role}, pid {beacon.pid}), in {beacon.phase} of step {beacon.step}"
     sent = _logged(record, strike, [beacon.rank], text)  # first: afterwards nobody may be there to see it
     os.kill(beacon.pid, signal.SIGKILL)
+    return sent
+
+
+def _announce(record: RunRecord, strike: Strike, beacon: BeaconState | None) -> Sent:
+    """Give notice that the process of a rank is to be taken away, as a cloud would; the lab's keeper then does it."""
+    if beacon is None or beacon.done:
+        raise MmlabError(f"chaos notice={strike.target}: the rank is not at work")
+    seconds = strike.seconds or 0.0
+    sent = _logged(
+        record, strike, [beacon.rank], f"{seconds:g} s until pid {beacon.pid} on {beacon.host} is taken away"
+    )
+    deadline = time.time() + seconds
+    try:
+        write_notice(record.paths, Notice("leave", CHAOS, beacon.host, beacon.pid, deadline, "run.chaos"))
+    except OSError as error:
+        raise MmlabError(f"chaos: {record.paths.notices} cannot be written: {error.strerror}") from None
     return sent
 
 

@@ -20,9 +20,9 @@ from mmlab.messages import ENDED
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 SEED = int(os.environ.get("MMLAB_SOAK_SEED", "20240607"))
 FAULTS = int(os.environ.get("MMLAB_SOAK_FAULTS", "40"))
-KINDS = {"kill": 14, "stop": 4, "hang": 8, "corrupt": 7, "save": 4, "pause": 3}
-"""How often each kind comes among forty: SIGKILL; SIGSTOP; a hang in a phase; a flipped byte in the newest checkpoint
-and then SIGKILL; saves that fail; SIGKILL to a paused run."""
+KINDS = {"kill": 12, "stop": 4, "hang": 6, "notice": 6, "corrupt": 6, "save": 3, "pause": 3}
+"""How often each kind comes among forty: SIGKILL; SIGSTOP; a hang in a phase; a notice that a process will be taken
+away; a flipped byte in the newest checkpoint and then SIGKILL; saves that fail; SIGKILL to a paused run."""
 PHASES = (("data", "encode", "exchange", "optimizer"), ("data", "forward", "backward", "pipeline", "optimizer"))
 """Where the encoder's rank, and those of the language model, may hang."""
 RANKS, SPARES = 3, 2
@@ -103,6 +103,8 @@ class Soak:
             self.damaged.add(self.run.chaos(corrupt="last").ack.message.split()[-1])
         if kind == "stop":
             os.kill(rank["pid"], signal.SIGSTOP)
+        elif kind == "notice":
+            self.run.chaos(notice=rank["rank"], seconds=self.random.choice([0.0, 5.0]))
         elif kind == "hang":
             self.run.chaos(hang=rank["rank"], phase=self.random.choice(PHASES[rank["rank"] > 0]))
         else:

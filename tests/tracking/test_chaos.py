@@ -51,7 +51,7 @@ def save(run, name, step, time):
 @pytest.mark.parametrize(
     ("asked", "message"),
     [
-        ({}, "one action at a time, of kill, hang, slow, corrupt, such as kill=1"),
+        ({}, "one action at a time, of kill, hang, slow, notice, corrupt, such as kill=1"),
         ({"kill": 1, "hang": 1}, "one action at a time, .* not kill, hang"),
         ({"maim": 1}, "one action at a time, .* not maim"),
         ({"kill": 3}, "chaos kill=3: the run has ranks 0 to 2"),
@@ -61,7 +61,9 @@ def save(run, name, step, time):
         ({"slow": 1}, "chaos slow= needs seconds="),
         ({"slow": 1, "seconds": -1}, "chaos slow= needs seconds="),
         ({"slow": 1, "seconds": "x"}, "chaos slow= needs seconds="),
-        ({"kill": 1, "seconds": 1}, "seconds= goes with slow"),
+        ({"notice": 1}, "chaos notice= needs seconds="),
+        ({"notice": 2, "seconds": 9}, "chaos notice=2: the rank is not at work"),
+        ({"kill": 1, "seconds": 1}, "seconds= goes with slow and notice"),
         ({"hang": 1, "phase": "lunch"}, "phase= .* is one of data, encode, forward"),
         ({"corrupt": 1}, 'corrupt= takes "last" or the name of a checkpoint, not 1'),
         ({"corrupt": "last", "phase": "data"}, "phase= goes with kill"),
