@@ -18,11 +18,10 @@ from typing import Any
 from PIL import Image
 
 from mmlab.data.index import Progress, image_size, read_turns
-from mmlab.data.packing.pack import MANIFEST
+from mmlab.data.packing.pack import MANIFEST, begin_worker
 from mmlab.data.remote import beside, is_address, is_remote, shown_name
 from mmlab.data.shards import Member, ScannedSample, ShardFiles, open_shard, scan_shard
 from mmlab.data.sources import shards_of_set
-from mmlab.data.worker import end_with_parent
 from mmlab.errors import DataError
 
 
@@ -82,7 +81,7 @@ def _done(jobs: Sequence[Callable[[], Checked]], workers: int) -> Iterator[Check
         yield from (job() for job in jobs)
         return
     context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(min(workers, len(jobs)), context, initializer=end_with_parent) as pool:
+    with ProcessPoolExecutor(min(workers, len(jobs)), context, initializer=begin_worker) as pool:
         try:
             futures = [pool.submit(job) for job in jobs]
             yield from (future.result() for future in futures)

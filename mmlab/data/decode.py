@@ -7,7 +7,7 @@ import warnings
 from dataclasses import dataclass
 
 import numpy as np
-from PIL import ExifTags, Image, ImageOps
+from PIL import ExifTags, Image, ImageOps, UnidentifiedImageError
 
 from mmlab.data.tiling import WHOLE, Grid, cut
 
@@ -65,9 +65,11 @@ def decode(data: bytes, size: int, grid: Grid = WHOLE) -> Decoded:
     try:
         image = open_rgb(data, least=(grid.columns * size, grid.rows * size))
         return Decoded(cut(image, size, grid))
+    except UnidentifiedImageError:  # whose own message has an address in memory
+        reason = f"UnidentifiedImageError: {len(data)} bytes in no format that Pillow knows"
     except Exception as error:  # decoders raise all kinds on damaged bytes; the sample is then masked and named
         reason = f"{type(error).__name__}: {error}".splitlines()[0][:200]
-        return Decoded(np.zeros((grid.tiles, size, size, 3), dtype=np.uint8), reason)
+    return Decoded(np.zeros((grid.tiles, size, size, 3), dtype=np.uint8), reason)
 
 
 def decode_into(tiles: np.ndarray, data: bytes, grid: Grid = WHOLE) -> str:

@@ -6,10 +6,12 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
+from mmlab.data.dali import DaliDecoder
 from mmlab.data.decoder import Batch, Decoder, PillowDecoder
 from mmlab.data.manifest import StepManifest
 from mmlab.data.pipeline import DataSource
 from mmlab.data.tiling import Picture
+from mmlab.plan.data import Backend
 
 
 class Prefetcher:
@@ -17,12 +19,14 @@ class Prefetcher:
 
     `submit` a step's manifest as soon as it is known, `take` it when its turn comes. A step is known by its manifest
     itself, so that one of before a restore cannot be taken for one of after it. Steps may be taken in another thread;
-    `close` (or a `with` block) ends what decodes.
+    `close` (or a `with` block) ends what decodes. `workers` and `backend` as in the plan's data section; DataError when
+    the backend is not installed.
     """
 
-    def __init__(self, source: DataSource, workers: int = 0) -> None:
+    def __init__(self, source: DataSource, workers: int = 0, backend: Backend = "pillow") -> None:
         self.source = source
-        self.decoder: Decoder = PillowDecoder(source.shards, source.image_size, workers)
+        make: type[Decoder] = DaliDecoder if backend == "dali" else PillowDecoder
+        self.decoder = make(source.shards, source.image_size, workers)
         self._steps: dict[int, tuple[StepManifest, dict[int, list[Picture]], Batch]] = {}
 
     def submit(self, manifest: StepManifest, positions: Sequence[int]) -> None:

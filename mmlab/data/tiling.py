@@ -107,11 +107,16 @@ def cut(image: Image.Image, size: int, grid: Grid) -> np.ndarray:
     Resized to columns x rows tiles (bicubic with antialiasing; the aspect ratio is not kept, as in SigLIP).
     """
     columns, rows = grid.columns, grid.rows
-    whole = np.asarray(_resized(image, columns * size, rows * size), dtype=np.uint8)
-    tiles = whole.reshape(rows, size, columns, size, 3).transpose(0, 2, 1, 3, 4).reshape(-1, size, size, 3)
+    tiles = split(np.asarray(_resized(image, columns * size, rows * size), dtype=np.uint8), size)
     if not grid.thumbnail:
         return tiles
     return np.concatenate([tiles, np.asarray(_resized(image, size, size), dtype=np.uint8)[None]])
+
+
+def split(whole: np.ndarray, size: int) -> np.ndarray:
+    """Pixels [rows x S, columns x S, 3] as tiles [rows x columns, S, S, 3], row by row."""
+    rows, columns = whole.shape[0] // size, whole.shape[1] // size
+    return whole.reshape(rows, size, columns, size, 3).transpose(0, 2, 1, 3, 4).reshape(-1, size, size, 3)
 
 
 def _resized(image: Image.Image, width: int, height: int) -> Image.Image:

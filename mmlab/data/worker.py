@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import mmap
 import multiprocessing
 import os
 import threading
@@ -62,11 +61,12 @@ def decode_jobs(tiles: np.ndarray, jobs: Sequence[Job]) -> list[str]:
         files.close()
 
 
-def decode_shared(path: str, shape: tuple[int, ...], jobs: Sequence[Job]) -> list[str]:
-    """`decode_jobs` into memory that this process shares with the one that asks, under a path."""
-    with open(path, "r+b") as file, mmap.mmap(file.fileno(), int(np.prod(shape))) as memory:
-        tiles = np.frombuffer(memory, dtype=np.uint8).reshape(shape)
-        try:
-            return decode_jobs(tiles, jobs)
-        finally:
-            del tiles  # a mapping in use cannot be closed
+def decode_shared(path: str, size: int, jobs: Sequence[Job]) -> list[str]:
+    """`decode_jobs` of neighbours in a batch to tiles of `size`, written to where they lie in a file in memory."""
+    start, count = jobs[0].first, sum(job.grid.tiles for job in jobs)
+    tiles = np.empty((count, 3, size, size), dtype=np.uint8)
+    reasons = decode_jobs(tiles, [job._replace(first=job.first - start) for job in jobs])
+    with open(path, "r+b") as file:
+        file.seek(start * 3 * size * size)
+        file.write(tiles.data)
+    return reasons

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 from pydantic import Field
 
 from mmlab.plan.section import Names, Section, Shares
+
+Backend = Literal["pillow", "dali"]
 
 
 class DataConfig(Section):
@@ -54,6 +58,9 @@ class DataConfig(Section):
     """Seed of the order of samples, dimensionless."""
     workers: int = Field(0, ge=0)
     """Spawned decode processes for each rank that decodes; 0 decodes in a thread."""
+    backend: Backend = "pillow"
+    """What decodes images: "pillow", or NVIDIA's "dali" (JPEG alone, with data.workers threads, on CUDA by the GPU; the
+    rest, and what an evaluation shows, by Pillow)."""
     prefetch: int = Field(2, ge=1)
     """Steps whose images are decoded ahead on each rank that decodes; they wait in memory with a byte a pixel and
     channel."""

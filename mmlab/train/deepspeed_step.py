@@ -9,6 +9,7 @@ from torch import Tensor
 
 from mmlab.data.manifest import StepManifest
 from mmlab.data.packed import PackedText
+from mmlab.data.pipeline import joined
 from mmlab.parallel.mesh import Mesh
 from mmlab.parallel.pipeline import Handler
 from mmlab.parallel.watch import Watch
@@ -52,7 +53,7 @@ class WholeStage:
         """[N, 3, S, S]: images of some positions in order; None without any."""
         assert self.manifest is not None
         found = [self.pixels[p] for p in positions if self.manifest.samples[p].tiles]
-        return torch.cat(found).to(self.mesh.device) if found else None
+        return joined(found).to(self.mesh.device) if found else None
 
     def forward(self, op: Op) -> None:
         """The whole model's forward of a microbatch."""

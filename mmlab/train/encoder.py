@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
 from mmlab.data.manifest import StepManifest
+from mmlab.data.pipeline import joined
 from mmlab.models.build import PartModel
 from mmlab.parallel.mesh import Mesh
 from mmlab.parallel.pipeline import Handler
@@ -83,7 +84,7 @@ class EncoderRunner:
         if not positions and not self.sharded:
             return None
         side = self.plan.model.vision.image_size
-        images = torch.cat([torch.empty(0, 3, side, side), *(pixels[position] for position in positions)])
+        images = joined([pixels[position] for position in positions] or [torch.empty(0, 3, side, side)])
         found: Tensor = self.vision(images.to(self.mesh.device))
         return found
 

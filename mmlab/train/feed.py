@@ -86,7 +86,7 @@ class Feed:
     def __init__(self, plan: Plan, mesh: Mesh, source: DataSource) -> None:
         self.plan, self.mesh, self.source = plan, mesh, source
         self.owner = mesh.place.vision
-        self.prefetcher = Prefetcher(source, plan.data.workers) if mesh.place.vision >= 0 else None
+        self.prefetcher = Prefetcher(source, plan.data.workers, plan.data.backend) if mesh.place.vision >= 0 else None
         self.ahead = plan.parallel.encoder_ahead if self.prefetcher is not None else 0
         self.depth = self.ahead + plan.data.prefetch if self.prefetcher is not None else 1
         self.images_seen = 0

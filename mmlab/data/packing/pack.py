@@ -7,6 +7,7 @@ import fcntl
 import json
 import multiprocessing
 import os
+import signal
 from collections import deque
 from collections.abc import Generator, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
@@ -18,11 +19,10 @@ from typing import Any
 
 import PIL
 
-from mmlab.data.cache import write_beside
 from mmlab.data.index import Progress
 from mmlab.data.packing.options import PackOptions, Prepared, Record
 from mmlab.data.packing.prepare import prepare
-from mmlab.data.packing.shelf import Journal, Shard, Shelf
+from mmlab.data.packing.shelf import Journal, Shard, Shelf, write_whole
 from mmlab.data.packing.sources import Source, open_source
 from mmlab.data.tokenizer import TextTokenizer
 from mmlab.data.worker import end_with_parent
@@ -166,7 +166,7 @@ class _Pack:
             for path in (tokenizer, tokenizer.parent / "tokenizer_config.json"):
                 if path.is_file():
                     name = "tokenizer.json" if path == tokenizer else path.name
-                    write_beside([self.out / name], path.read_bytes())
+                    write_whole(self.out / name, path.read_bytes())
         self._describe(bool(tokenizer))
 
     def _describe(self, tokenizer: bool) -> None:
@@ -191,7 +191,7 @@ class _Pack:
         if tokenizer:
             described["tokenizer"] = "tokenizer.json"
         for name, value in ((DESCRIPTION, described), (REPORT, report), (MANIFEST, manifest)):
-            write_beside([self.out / name], json.dumps(value, indent=1).encode())
+            write_whole(self.out / name, json.dumps(value, indent=1).encode())
         self.journal.close()
         self.journal.path.unlink()
 
@@ -308,6 +308,12 @@ def _finished(out: Path, head: dict[str, Any]) -> Packed | None:
     return Packed(out, shards, skipped, duplicates, pictures["all"], pictures["copied"], complete=True)
 
 
+def begin_worker() -> None:
+    """What a process does first that works for a command."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # an interrupt is for the process that writes; it ends the others
+    end_with_parent()
+
+
 def _prepared(records: Iterator[Record], images: Path, options: PackOptions) -> Generator[Prepared, None, None]:
     """Records prepared in this process or in `workers` others, in their order."""
     batches = iter(lambda: list(islice(records, _BATCH)), [])
@@ -316,7 +322,7 @@ def _prepared(records: Iterator[Record], images: Path, options: PackOptions) -> 
             yield from prepare(batch, images, options)
         return
     context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(options.workers, context, initializer=end_with_parent) as pool:
+    with ProcessPoolExecutor(options.workers, context, initializer=begin_worker) as pool:
         waiting: deque[Future[list[Prepared]]] = deque()
         try:
             for batch in batches:

@@ -54,6 +54,7 @@ RULES: tuple[Rule, ...] = (
     general.lanes,
     general.mixture,
     data.tiles,
+    data.backend,
     data.buckets,
     data.token_budget,
     remote.addresses,

@@ -2,12 +2,30 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Iterator
 
 from mmlab.plan.problems import Fix, Problem
-from mmlab.plan.rules.general import MAX_WINDOW
 from mmlab.plan.schema import Plan
 from mmlab.plan.sizes import most_tiles
+
+MAX_WINDOW = 1 << 14
+"""Samples of a bucket window: dealing them takes every rank a second at this size, and half of it evens out as well."""
+
+
+def backend(plan: Plan) -> Iterator[Problem]:
+    """What decodes images is installed."""
+    if plan.data.backend == "dali" and not has_dali():
+        message = 'NVIDIA DALI is not installed here. pip install "mmlab[dali]" (Linux alone has it).'
+        yield Problem("data.backend", message, Fix("decode with Pillow", ("data.backend=pillow",)))
+
+
+def has_dali() -> bool:
+    """Whether this machine has NVIDIA DALI."""
+    try:
+        return importlib.util.find_spec("nvidia.dali") is not None
+    except ModuleNotFoundError:  # there is not even a package "nvidia"
+        return False
 
 
 def tiles(plan: Plan) -> Iterator[Problem]:
