@@ -1,5 +1,5 @@
-"""Faults on purpose, by real means: killed, hung and slow ranks, hosts taken away, damaged checkpoints. All are in the
-event log."""
+"""Faults on purpose, by real means: killed, hung and slow ranks, notices, damaged checkpoints. Each is in the event
+log."""
 
 from __future__ import annotations
 
@@ -54,10 +54,12 @@ def chosen(asked: Mapping[str, Any], seconds: float | None, phase: str) -> Strik
         raise MmlabError(f"chaos {action}= takes a rank, not {target!r}")
     if phase and (phase not in STRIKES_IN or action not in ("kill", "hang", "slow")):
         raise MmlabError(f"chaos phase= goes with kill, hang and slow, and is one of {', '.join(STRIKES_IN)}")
-    timed = {"slow": "by which each step of the rank is slower; 0 ends it", "notice": "until its process is taken away"}
-    if action in timed and (not isinstance(seconds, int | float) or isinstance(seconds, bool) or seconds < 0):
-        raise MmlabError(f"chaos {action}= needs seconds=, {timed[action]}")
-    if action not in timed and seconds is not None:
+    if action == "slow" and (not isinstance(seconds, int | float) or isinstance(seconds, bool) or seconds < 0):
+        raise MmlabError("chaos slow= needs seconds=, by which each step of the rank is slower; 0 ends it")
+    number = isinstance(seconds, int | float) and not isinstance(seconds, bool)
+    if action == "notice" and seconds is not None and not (number and seconds >= 0):
+        raise MmlabError(f"chaos notice= takes seconds= until the process would be taken away, not {seconds!r}")
+    if action not in ("slow", "notice") and seconds is not None:
         raise MmlabError("chaos seconds= goes with slow and notice")
     return Strike(action, target, seconds, phase)
 
@@ -75,7 +77,7 @@ def here_and_now(record: RunRecord, strike: Strike) -> Sent | None:
         return _logged(record, strike, [], _flip(record, strike.target))
     beacon = next((beacon for beacon in record.beacons() if beacon.rank == strike.target), None)
     if strike.action == "notice":
-        return _announce(record, strike, beacon)
+        return _give_notice(record, strike, beacon)
     if strike.action != "kill" or strike.phase:
         return None
     if beacon is None or beacon.host != socket.gethostname():
@@ -88,19 +90,17 @@ def here_and_now(record: RunRecord, strike: Strike) -> Sent | None:
     return sent
 
 
-def _announce(record: RunRecord, strike: Strike, beacon: BeaconState | None) -> Sent:
-    """Give notice that the process of a rank is to be taken away, as a cloud would; the lab's keeper then does it."""
-    if beacon is None or beacon.done:
-        raise MmlabError(f"chaos notice={strike.target}: the rank is not at work")
-    seconds = strike.seconds or 0.0
-    sent = _logged(
-        record, strike, [beacon.rank], f"{seconds:g} s until pid {beacon.pid} on {beacon.host} is taken away"
-    )
-    deadline = time.time() + seconds
+def _give_notice(record: RunRecord, strike: Strike, beacon: BeaconState | None) -> Sent:
+    """Say that a rank's process is about to be taken away; the lab's keeper then does it, as a cloud would."""
+    if beacon is None:
+        raise MmlabError(f"chaos notice={strike.target}: that rank has not started yet")
+    grace = record.plan.cluster.grace if strike.seconds is None else strike.seconds
+    deadline = time.time() + grace
+    sent = _logged(record, strike, [beacon.rank], f"notice to rank {beacon.rank} ({beacon.role}, pid {beacon.pid})")
     try:
-        write_notice(record.paths, Notice("leave", CHAOS, beacon.host, beacon.pid, deadline, "run.chaos"))
+        write_notice(record.paths, Notice("leave", CHAOS, beacon.host, beacon.pid, deadline))
     except OSError as error:
-        raise MmlabError(f"chaos: {record.paths.notices} cannot be written: {error.strerror}") from None
+        raise MmlabError(f"chaos: {record.paths.root} cannot be written: {error.strerror}") from None
     return sent
 
 
