@@ -15,7 +15,14 @@ from mmlab.cli.labs import NOTEBOOKS, packaged_notebook
 ROOT = Path(__file__).resolve().parent.parent
 STEERED = "Lab( check() layout() schedule() train( pause() step( set( checkpoint( restore( stop() close()"
 COMPRESSED = "Lab( train( compress( measure_compression() compression() stop() close()"
-VERBS = {"01_quickstart.ipynb": STEERED, "05_gradient_compression.ipynb": COMPRESSED}
+KILLED = "Lab( train( chaos(kill=1) chaos(hang=2) chaos(corrupt= relayout( ledger() close()"
+FED = "Lab( train( diagnose() ledger() close()"
+VERBS = {
+    "01_quickstart.ipynb": STEERED,
+    "05_gradient_compression.ipynb": COMPRESSED,
+    "06_kill_a_rank.ipynb": KILLED,
+    "07_feeding_the_ranks.ipynb": FED,
+}
 
 
 def read(name: str) -> nbformat.NotebookNode:
@@ -81,3 +88,27 @@ def test_the_lesson_about_compression_teaches_what_it_says(tmp_path: Path, monke
     assert chart[0].data["text/html"].count("<polyline") == 5
     tables = [cell[0].data["text/plain"] for source, cell in outputs.items() if source.endswith("measured()")]
     assert ["left out" in table and re.search(r" step \d+", table) is not None for table in tables] == [True, True]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_the_lesson_about_failures_teaches_what_it_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    text = printed(executed("06_kill_a_rank.ipynb", tmp_path, monkeypatch))
+    assert "rank 1: another process" in text
+    assert text.count(": same process") == 2
+    assert "the same bits" in text
+    assert "rank 2 (stage 1 tp 0) is waited for by rank 1" in text
+    assert re.search(r"is damaged: .* Went back to step-\d+", text)
+    assert "3 -> 2 ranks through memory" in text
+    assert text.count("not answered yet") == 2
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_the_lesson_about_data_teaches_what_it_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    text = printed(executed("07_feeding_the_ranks.ipynb", tmp_path, monkeypatch))
+    assert re.search(r"[\d.]+ times faster", text)
+    waits = re.findall(r"^(one thread|two processes|pre-resized) .*?\d+ ms of it waiting", text, re.MULTILINE)
+    assert len(waits) == 3
+    assert "no bad member" in text
+    assert "4 x 3 tiles and the whole: 13 tiles" in text

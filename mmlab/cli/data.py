@@ -31,7 +31,8 @@ def register(app: typer.Typer) -> None:
 def _bar(name: str) -> Iterator[Callable[[int, int, str], None]]:
     from rich.progress import Progress
 
-    with Progress(console=console(), transient=True) as bar:
+    out = console()
+    with Progress(console=out, transient=True, disable=not out.is_terminal) as bar:
         task = bar.add_task(name, total=None)
 
         def progress(done: int, total: int, what: str) -> None:

@@ -14,7 +14,12 @@ import typer
 from mmlab.cli.shared import console
 from mmlab.errors import LabError
 
-NOTEBOOKS = ("01_quickstart.ipynb", "05_gradient_compression.ipynb")
+NOTEBOOKS = (
+    "01_quickstart.ipynb",
+    "05_gradient_compression.ipynb",
+    "06_kill_a_rank.ipynb",
+    "07_feeding_the_ranks.ipynb",
+)
 """Notebooks that come with the package; JupyterLab opens on the first."""
 
 

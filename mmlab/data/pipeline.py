@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import io
-import math
 import threading
-from collections import Counter, OrderedDict
+from collections import OrderedDict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Literal
@@ -120,29 +119,19 @@ class DataSource:
             )
 
     def _check_budget(self) -> None:
-        """DataError where a sample alone, or the mean step, is over the token budget."""
-        budget, parts = self.split.budget, self.split.dp * self.split.microbatches
-        if not budget:
+        """DataError where a sample alone is over the token budget."""
+        budget = self.split.budget
+        if not budget or budget >= self.seq_len:
             return
-        tokens, sizes = Counter[int](), Counter[int]()
         for shard, index in enumerate(self.indexes):
             for number in range(len(index)):
                 length = self._sample(LaneItem(shard, number, 0, 0)).length
-                tokens[self.order.source_of(shard)] += length
                 if length > budget:
                     raise DataError(
-                        f'data.token_budget = {budget}: sample "{self.shards[shard].name}/{index.keys[number]}" alone '
-                        f"has {length} tokens. Set data.token_budget={length} or more, or data.seq_len={budget}."
+                        f'data.token_budget = {budget}: sample "{index.keys[number]}" of '
+                        f"{shown_name(self.shards[shard])} alone has {length} tokens. Set data.token_budget={length} "
+                        f"or more, or data.seq_len={budget}."
                     )
-            sizes[self.order.source_of(shard)] += len(index)
-        weights = self.order.weights
-        mean = sum(tokens[k] / sizes[k] * weight for k, weight in enumerate(weights)) / sum(weights) * self.global_batch
-        if mean > budget * parts:
-            raise DataError(
-                f"data.token_budget = {budget}: {self.global_batch} samples have {mean:.0f} tokens on average, more "
-                f"than {parts} microbatches hold. Set data.token_budget={math.ceil(1.2 * mean / parts)}, or have more "
-                "microbatches."
-            )
 
     @property
     def vocab_size(self) -> int:

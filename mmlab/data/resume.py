@@ -19,6 +19,24 @@ _GROUPED = (
 """What the steps of a bucket window depend on: its samples, and how long they are."""
 
 
+def misfit(plan: Plan, position: Position) -> str:
+    """What of a plan keeps a run from going on inside the windows that a saved position stands in; "" when nothing."""
+    window = plan.data.shuffle_window
+    if position.offset and position.window != window:
+        return (
+            f"data.shuffle_window = {window}: the saved position is {position.offset} samples into a window of "
+            f"{position.window}. Set data.shuffle_window={position.window} to go on from there."
+        )
+    kind, into = ("bucket", position.grouped) if position.grouped else ("shuffle", position.offset)
+    for key, value in position.settings:
+        if (now := get(plan, key)) != value:
+            return (
+                f"{key} = {_written(now)}: the saved position is {into} samples into a {kind} window made with "
+                f"{_written(value)}. Set {key}={_written(value)} to go on from there."
+            )
+    return ""
+
+
 class Resume:
     """Judges positions that come in, and notes in those that go out what they depend on."""
 
@@ -39,22 +57,9 @@ class Resume:
                 f"{len(self.order.sources)} (with data.text_share, text and pictures are one each). Name the same "
                 "sources in the same order to go on from there."
             )
-        if position.offset and position.window != self.order.window:
-            raise DataError(
-                f"data.shuffle_window = {self.order.window}: the saved position is {position.offset} samples into a "
-                f"window of {position.window}. Set data.shuffle_window={position.window} to go on from there."
-            )
-        for key, value in position.settings:
-            if get(self.plan, key) != value:
-                raise self._refused(position, key, value)
+        if problem := misfit(self.plan, position):
+            raise DataError(problem)
         return replace(position, settings=())
-
-    def _refused(self, position: Position, key: str, value: Any) -> DataError:
-        kind, into = ("bucket", position.grouped) if position.grouped else ("shuffle", position.offset)
-        return DataError(
-            f"{key} = {_written(get(self.plan, key))}: the saved position is {into} samples into a {kind} window made "
-            f"with {_written(value)}. Set {key}={_written(value)} to go on from there."
-        )
 
     def leave(self, position: Position) -> Position:
         """A position as it is saved."""

@@ -10,7 +10,7 @@ from mmlab.plan.keys import known_keys
 from mmlab.plan.plan import Plan
 from mmlab.plan.problems import Problems
 
-FREE = frozenset({"data.workers", "data.max_bad_share", "train.activation_checkpointing"})
+FREE = frozenset({"data.workers", "data.max_bad_share", "data.token_budget", "train.activation_checkpointing"})
 """Fields of the refused sections that change neither the samples nor what is learned from them."""
 REASONS: Mapping[str, str] = {
     "name": "it is part of the folder's name",

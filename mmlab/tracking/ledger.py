@@ -164,12 +164,17 @@ class Ledger:
         several = len({epoch.source for epoch in self.epochs}) > 1
         for epoch in self.epochs:
             whole = "all" if epoch.used == epoch.size else f"{epoch.used} of {epoch.size}"
-            told.append(f"{f'source {epoch.source}, ' * several}epoch {epoch.number}: {whole} samples")
+            told.append(f"{self._source(epoch.source) * several}epoch {epoch.number}: {whole} samples")
         for lineage, start, end in self.taken_back:
             told.append(f"steps {start} to {end} of lineage {lineage} were taken back by a restore")
         window = self._newest.get("bucket_window", 0)
         within = f" but for regrouping within windows of {window} samples" if window else ""
         return told + (self.problems or [f"none lost, none twice: the order is the plan's{within}"])
+
+    def _source(self, number: int) -> str:
+        """What an epoch is of, where there are several sources (with a share of text, text and images are one each)."""
+        kind = self._newest["kinds"][_order(self._newest).first[number]] if "kinds" in self._newest else ""
+        return f"source {number} ({kind}), " if kind else f"source {number}, "
 
     def to_json(self) -> dict[str, Any]:
         """The ledger as JSON values: "ok", "problems", "epochs", "taken_back", "samples" {step: names}."""

@@ -89,6 +89,30 @@ def test_killed_at_any_time_with_any_workers_it_ends_with_the_same_bytes(tmp_pat
 
 
 @pytest.mark.slow
+def test_an_interrupt_ends_all_processes_quietly_and_the_same_command_goes_on(tmp_path):
+    folder = tmp_path / "in"
+    folder.mkdir()
+    for number in range(400):
+        (folder / f"{number:04d}.jpg").write_bytes(encode(Image.effect_noise((300, 300), 1 + number), format="JPEG"))
+        (folder / f"{number:04d}.txt").write_text(f"noise {number}")
+    command = [sys.executable, "-m", "mmlab.cli", "data", "pack", str(folder), str(tmp_path / "out"), "--workers", "2",
+               "--resize", "32", "--samples-per-shard", "10"]  # fmt: skip
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+                          start_new_session=True) as process:  # fmt: skip
+        while not (tmp_path / "out" / "train-000001.tar").exists():
+            assert process.poll() is None
+        os.killpg(process.pid, signal.SIGINT)  # as a terminal sends it, to the processes of the pack as well
+        said = "".join(process.communicate(timeout=30))
+    assert process.returncode == 130
+    assert "Traceback" not in said
+    assert len(said.splitlines()) <= 2
+    assert not (tmp_path / "out" / "manifest.json").exists()
+    packed = pack(folder, tmp_path / "out", PackOptions(resize=32, samples_per_shard=10))
+    assert packed.resumed >= 10  # what its first shard held was noted before the second was full
+    assert packed.samples("train") == 400
+
+
+@pytest.mark.slow
 def test_a_full_disk_is_one_sentence_and_the_same_command_goes_on(photos, tmp_path):
     source = captions_file(photos, "csv")
     pack(source, tmp_path / "whole", PackOptions(workers=0))

@@ -48,7 +48,15 @@ class Rank:
         return found
 
     def save(self, folder):
-        extra = {"step": 1, "lineage": "a", "cursors": {}, "periodic": False, "plan": self.plan.dumps(), "loss": 0.0}
+        cursors = self.feed.cursors.to_json()
+        extra = {
+            "step": 1,
+            "lineage": "a",
+            "cursors": cursors,
+            "periodic": False,
+            "plan": self.plan.dumps(),
+            "loss": 0.0,
+        }
         checkpoint.save(self.plan, self.mesh, self.built, Path(folder), extra)
 
     def close(self):

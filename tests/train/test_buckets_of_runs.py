@@ -35,6 +35,7 @@ def test_tiles_in_buckets_resume_inside_a_window_and_are_told_of(pool, shaped_sh
     ledger = record.ledger()
     assert ledger.ok, ledger.problems
     assert "within windows of 36 samples" in str(ledger)
+    assert "source 1 (text), epoch 0: " in str(ledger)
     used = [sum(epoch.used for epoch in ledger.epochs if epoch.source == source) for source in (0, 1)]
     assert used == [54, 18]  # pictures and text
     assert all(record.ledger().samples(step) for step in range(1, 7))
@@ -55,6 +56,10 @@ def test_tiles_in_buckets_resume_inside_a_window_and_are_told_of(pool, shaped_sh
     last = refused.events("state")[-1]
     assert last["state"] == "failed"
     assert "data.bucket_window = 24: the saved position is 24 samples into a bucket window" in last["reason"]
+    begun = {event["id"] for event in refused.events("lineage")}
+    assert begun == {
+        event["id"] for event in events if event["kind"] == "lineage"
+    }  # refused before anything was loaded
 
 
 @pytest.mark.slow

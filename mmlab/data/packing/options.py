@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 FORMATS = ("coco", "llava", "csv", "tsv", "parquet", "folder")
-_NOT_IN_THE_BYTES = ("workers", "strict", "max_skipped")
+_NOT_IN_THE_BYTES = ("workers", "strict", "max_skipped", "format", "images")
+"""How it is packed, not what; format and images are said of the source, as they were found to be."""
 
 
 @dataclass(frozen=True)
@@ -35,8 +36,7 @@ class PackOptions:
 
     def in_the_bytes(self) -> dict[str, Any]:
         """The options on which the packed bytes depend, as JSON values."""
-        values = {name: value for name, value in asdict(self).items() if name not in _NOT_IN_THE_BYTES}
-        return values | {"images": str(self.images) if self.images else ""}
+        return {name: value for name, value in asdict(self).items() if name not in _NOT_IN_THE_BYTES}
 
 
 @dataclass(frozen=True)

@@ -5,11 +5,10 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import json
-import multiprocessing
 import os
 from collections import deque
 from collections.abc import Generator, Iterator
-from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures import Future
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import asdict, dataclass, field
 from itertools import islice
@@ -18,14 +17,13 @@ from typing import Any
 
 import PIL
 
-from mmlab.data.cache import write_beside
 from mmlab.data.index import Progress
 from mmlab.data.packing.options import PackOptions, Prepared, Record
 from mmlab.data.packing.prepare import prepare
-from mmlab.data.packing.shelf import Journal, Shard, Shelf
+from mmlab.data.packing.shelf import Journal, Shard, Shelf, write_whole
 from mmlab.data.packing.sources import Source, open_source
+from mmlab.data.processes import start_pool
 from mmlab.data.tokenizer import TextTokenizer
-from mmlab.data.worker import end_with_parent
 from mmlab.data.write import DESCRIPTION
 from mmlab.errors import DataError
 
@@ -166,7 +164,7 @@ class _Pack:
             for path in (tokenizer, tokenizer.parent / "tokenizer_config.json"):
                 if path.is_file():
                     name = "tokenizer.json" if path == tokenizer else path.name
-                    write_beside([self.out / name], path.read_bytes())
+                    write_whole(self.out / name, path.read_bytes())
         self._describe(bool(tokenizer))
 
     def _describe(self, tokenizer: bool) -> None:
@@ -191,7 +189,7 @@ class _Pack:
         if tokenizer:
             described["tokenizer"] = "tokenizer.json"
         for name, value in ((DESCRIPTION, described), (REPORT, report), (MANIFEST, manifest)):
-            write_beside([self.out / name], json.dumps(value, indent=1).encode())
+            write_whole(self.out / name, json.dumps(value, indent=1).encode())
         self.journal.close()
         self.journal.path.unlink()
 
@@ -315,8 +313,7 @@ def _prepared(records: Iterator[Record], images: Path, options: PackOptions) -> 
         for batch in batches:
             yield from prepare(batch, images, options)
         return
-    context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(options.workers, context, initializer=end_with_parent) as pool:
+    with start_pool(options.workers) as pool:
         waiting: deque[Future[list[Prepared]]] = deque()
         try:
             for batch in batches:

@@ -135,6 +135,13 @@ class Shelf:
             self._file = None
 
 
+def write_whole(path: Path, data: bytes) -> None:
+    """Write a file, whole or not at all; what a kill leaves of it is written over by the next attempt. OSError."""
+    part = path.with_name(f".{path.name}.part")
+    part.write_bytes(data)
+    os.replace(part, path)
+
+
 class Journal:
     """Lines of JSON: first what is packed, then a note each time that all until then is on the disk."""
 

@@ -15,6 +15,8 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import STATE_DICT_TYPE, TensorStorageMetadata
 
+from mmlab.data.order import Position
+from mmlab.data.resume import misfit
 from mmlab.errors import CheckpointError, DamagedError, MmlabError, RunFailed
 from mmlab.messages.locations import Location
 from mmlab.models.adapters import lost_adapters
@@ -108,6 +110,14 @@ def _fits(plan: Plan, state: Mapping[str, Tensor], name: str, opened: Opened) ->
             f"checkpoint {name} was saved with {len(saved.data.sources)} sources of data and the plan has "
             f"{len(plan.data.sources)}, so its place in the data means nothing here."
         )
+    if bool(saved.data.text_share) != bool(plan.data.text_share):
+        raise CheckpointError(
+            f"checkpoint {name} was saved with data.text_share = {saved.data.text_share:g} and the plan has "
+            f"{plan.data.text_share:g}: text and pictures are in one order or in two; set data.text_share="
+            f"{saved.data.text_share:g}."
+        )
+    if wrong := misfit(plan, Position.from_json(manifest["cursors"])):
+        raise CheckpointError(f"checkpoint {name}: {wrong}")
     wanted: dict[str, Tensor] = {}
     for key, tensor in state.items():
         entry = opened.tensors.get(key)
