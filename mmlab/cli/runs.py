@@ -154,10 +154,11 @@ def relayout(
 def chaos(
     run: RunArgument,
     action: Annotated[
-        list[str], typer.Argument(metavar="ACTION=TARGET...", help="kill=1, hang=1, slow=1 seconds=0.5, corrupt=last.")
+        list[str],
+        typer.Argument(metavar="ACTION=TARGET...", help="kill=1, hang=1, slow=1 seconds=1, notice=1, corrupt=last."),
     ],
 ) -> None:
-    """Do harm on purpose: kill or hang a rank, make it slow, damage the newest checkpoint."""
+    """Do harm on purpose: kill or hang a rank, make it slow, give it notice, damage the newest checkpoint."""
     _print_ack(open_run(run).chaos(**_pairs(action, "kill=1")))
 
 

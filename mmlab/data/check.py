@@ -5,10 +5,8 @@ from __future__ import annotations
 import hashlib
 import io
 import json
-import multiprocessing
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field
 from functools import partial
@@ -18,7 +16,8 @@ from typing import Any
 from PIL import Image
 
 from mmlab.data.index import Progress, image_size, read_turns
-from mmlab.data.packing.pack import MANIFEST, begin_worker
+from mmlab.data.packing.pack import MANIFEST
+from mmlab.data.processes import start_pool
 from mmlab.data.remote import beside, is_address, is_remote, shown_name
 from mmlab.data.shards import Member, ScannedSample, ShardFiles, open_shard, scan_shard
 from mmlab.data.sources import shards_of_set
@@ -80,8 +79,7 @@ def _done(jobs: Sequence[Callable[[], Checked]], workers: int) -> Iterator[Check
     if not workers:
         yield from (job() for job in jobs)
         return
-    context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(min(workers, len(jobs)), context, initializer=begin_worker) as pool:
+    with start_pool(min(workers, len(jobs))) as pool:
         try:
             futures = [pool.submit(job) for job in jobs]
             yield from (future.result() for future in futures)

@@ -1,4 +1,5 @@
-"""Faults on purpose, by real means: killed, hung and slow ranks, damaged checkpoints. Each is in the event log."""
+"""Faults on purpose, by real means: killed, hung and slow ranks, notices, damaged checkpoints. Each is in the event
+log."""
 
 from __future__ import annotations
 
@@ -13,11 +14,12 @@ from typing import Any
 
 from mmlab.errors import CheckpointError, MmlabError
 from mmlab.messages import Ack, EventLog, Inbox, new_command, process_alive, read_json
-from mmlab.messages.beacon import PHASES
+from mmlab.messages.beacon import PHASES, BeaconState
+from mmlab.messages.notices import Notice, write_notice
 from mmlab.tracking.record import RunRecord
 from mmlab.tracking.sent import Sent
 
-ACTIONS = ("kill", "hang", "slow", "corrupt")
+ACTIONS = ("kill", "hang", "slow", "notice", "corrupt")
 STRIKES_IN = tuple(phase for phase in PHASES if phase not in ("start", "control", "idle"))
 """Phases in which a fault may be asked for."""
 
@@ -53,8 +55,11 @@ def chosen(asked: Mapping[str, Any], seconds: float | None, phase: str) -> Strik
         raise MmlabError(f"chaos phase= goes with kill, hang and slow, and is one of {', '.join(STRIKES_IN)}")
     if action == "slow" and (not isinstance(seconds, int | float) or isinstance(seconds, bool) or seconds < 0):
         raise MmlabError("chaos slow= needs seconds=, by which each step of the rank is slower; 0 ends it")
-    if action != "slow" and seconds is not None:
-        raise MmlabError("chaos seconds= goes with slow")
+    number = isinstance(seconds, int | float) and not isinstance(seconds, bool)
+    if action == "notice" and seconds is not None and not (number and seconds >= 0):
+        raise MmlabError(f"chaos notice= takes seconds= until the process would be taken away, not {seconds!r}")
+    if action not in ("slow", "notice") and seconds is not None:
+        raise MmlabError("chaos seconds= goes with slow and notice")
     return Strike(action, target, seconds, phase)
 
 
@@ -66,12 +71,14 @@ def check_rank(record: RunRecord, strike: Strike) -> None:
 
 
 def here_and_now(record: RunRecord, strike: Strike) -> Sent | None:
-    """Do what needs no step boundary: kill a process of this host, damage a file. None for all else."""
+    """Do what needs no step boundary: kill a process of this host, give notice, damage a file. None for all else."""
     if strike.action == "corrupt":
         return _logged(record, strike, [], _flip(record, strike.target))
-    if strike.action != "kill" or strike.phase:
+    if strike.action not in ("kill", "notice") or strike.phase:
         return None
     beacon = next((beacon for beacon in record.beacons() if beacon.rank == strike.target), None)
+    if strike.action == "notice":
+        return _give_notice(record, strike, beacon)
     if beacon is None or beacon.host != socket.gethostname():
         return None
     if beacon.done or not process_alive(beacon.pid, beacon.started):
@@ -79,6 +86,19 @@ def here_and_now(record: RunRecord, strike: Strike) -> Sent | None:
     text = f"SIGKILL to rank {beacon.rank} ({beacon.role}, pid {beacon.pid}), in {beacon.phase} of step {beacon.step}"
     sent = _logged(record, strike, [beacon.rank], text)  # first: afterwards nobody may be there to see it
     os.kill(beacon.pid, signal.SIGKILL)
+    return sent
+
+
+def _give_notice(record: RunRecord, strike: Strike, beacon: BeaconState | None) -> Sent:
+    """Say that a rank's process is about to be taken away, as a signal to it would."""
+    if beacon is None:
+        raise MmlabError(f"chaos notice={strike.target}: that rank has not started yet")
+    deadline = 0.0 if strike.seconds is None else time.time() + strike.seconds
+    sent = _logged(record, strike, [beacon.rank], f"notice to rank {beacon.rank} ({beacon.role}, pid {beacon.pid})")
+    try:
+        write_notice(record.paths, Notice("leave", "chaos", beacon.host, beacon.pid, deadline))
+    except OSError as error:
+        raise MmlabError(f"chaos: {record.paths.root} cannot be written: {error.strerror}") from None
     return sent
 
 

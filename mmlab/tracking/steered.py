@@ -110,6 +110,7 @@ class Steered:
 
         `kill=1` ends the process of rank 1 with SIGKILL: at once on this host, elsewhere in the next step. `hang=1` has
         rank 1 hang in the next step. `slow=1` with `seconds=` makes its steps so much slower (0: no longer).
+        `notice=1` says that its process is about to be taken away, in `seconds` (default: the plan's grace).
         `corrupt="last"` flips a byte of the newest checkpoint, else of the named one. `phase` (such as "backward")
         says in which phase of the next step to kill or hang, or where to be slow; default: where the rank computes.
         MmlabError for a rank that does not exist, and for a run that has ended.

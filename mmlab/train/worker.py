@@ -148,6 +148,8 @@ def run_worker(job: Job, fault: Fault | None = None) -> str:
         listener.close()
         if mesh is not None:
             close_mesh(mesh)
+        elif dist.is_initialized():  # a rank died while groups were made: the next generation makes them anew
+            dist.destroy_process_group()
         if watch.beacon is not None:
             watch.beacon.close()
         mesh = None

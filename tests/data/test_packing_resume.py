@@ -108,7 +108,7 @@ def test_an_interrupt_ends_all_processes_quietly_and_the_same_command_goes_on(tm
     assert len(said.splitlines()) <= 2
     assert not (tmp_path / "out" / "manifest.json").exists()
     packed = pack(folder, tmp_path / "out", PackOptions(resize=32, samples_per_shard=10))
-    assert packed.resumed >= 20
+    assert packed.resumed >= 10  # what its first shard held was noted before the second was full
     assert packed.samples("train") == 400
 
 

@@ -2,12 +2,14 @@
 
 import subprocess
 import sys
+import time
 
 import pytest
 
 from mmlab.errors import CheckpointError, MmlabError
 from mmlab.lab import Run
 from mmlab.messages import EventLog, Inbox, read_json, write_json
+from mmlab.messages.notices import take_notices
 from mmlab.messages.runs import create_run
 from mmlab.plan import Plan
 
@@ -51,7 +53,7 @@ def save(run, name, step, time):
 @pytest.mark.parametrize(
     ("asked", "message"),
     [
-        ({}, "one action at a time, of kill, hang, slow, corrupt, such as kill=1"),
+        ({}, "one action at a time, of kill, hang, slow, notice, corrupt, such as kill=1"),
         ({"kill": 1, "hang": 1}, "one action at a time, .* not kill, hang"),
         ({"maim": 1}, "one action at a time, .* not maim"),
         ({"kill": 3}, "chaos kill=3: the run has ranks 0 to 2"),
@@ -62,6 +64,10 @@ def save(run, name, step, time):
         ({"slow": 1, "seconds": -1}, "chaos slow= needs seconds="),
         ({"slow": 1, "seconds": "x"}, "chaos slow= needs seconds="),
         ({"kill": 1, "seconds": 1}, "seconds= goes with slow"),
+        ({"notice": 7}, "chaos notice=7: the run has ranks 0 to 2"),
+        ({"notice": 1}, "chaos notice=1: that rank has not started yet"),
+        ({"notice": 1, "seconds": -1}, "takes seconds= until"),
+        ({"notice": 1, "seconds": "x"}, "takes seconds= until"),
         ({"hang": 1, "phase": "lunch"}, "phase= .* is one of data, encode, forward"),
         ({"corrupt": 1}, 'corrupt= takes "last" or the name of a checkpoint, not 1'),
         ({"corrupt": "last", "phase": "data"}, "phase= goes with kill"),
@@ -98,11 +104,15 @@ def test_a_process_of_this_host_is_killed_at_once_and_the_log_says_so(run):
     arguments = [sys.executable, "-c", RANK, str(run.dir / "ranks" / "rank-1.beacon")]
     with subprocess.Popen(arguments, stdout=subprocess.PIPE) as process:
         process.stdout.readline()
+        assert run.chaos(notice=1, seconds=5).wait(1).message.startswith("notice to rank 1 (stage 0, pid ")
+        ((_, notice),) = take_notices(run._record.paths)
+        assert (notice.pid, notice.source) == (process.pid, "chaos")
+        assert 4 < notice.deadline - time.time() <= 5
         ack = run.chaos(kill=1).wait(1)
         assert process.wait(10) == -9
     assert ack.message.startswith("SIGKILL to rank 1 (stage 0, pid ")
     assert ack.message.endswith("in backward of step 7")
-    assert (run.events()[-1]["kind"], run.events()[-1]["args"]) == ("command", {"action": "kill", "rank": 1})
+    assert [event["args"]["action"] for event in run.events() if event["kind"] == "command"] == ["notice", "kill"]
 
 
 def test_what_needs_the_ranks_goes_through_the_inbox(run):

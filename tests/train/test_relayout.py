@@ -126,3 +126,14 @@ def test_what_would_be_another_run_is_refused_and_the_run_goes_on(pool, shards, 
     run.wait_step(1)
     assert run.do("stop").ok
     assert set(run.join()) == {"stopped"}
+
+
+@pytest.mark.slow
+def test_a_rank_that_fails_while_groups_are_made_leaves_none_in_the_others(pool, shards, tmp_path):
+    plan = make_plan(shards, "train.steps=2")
+    paths = RunPaths(tmp_path / "run")
+    paths.create()
+    plan.save(paths.plan)
+    pool.grow(plan.world_size)
+    states = pool.run("train_functions:broken_mesh", str(paths.root), ranks=plan.world_size, timeout=90)
+    assert states == [("failed", "finished")] * plan.world_size

@@ -7,6 +7,7 @@ import sys
 import time
 
 import pytest
+from test_spot import ACTION, serve  # noqa: F401  a fixture
 
 from mmlab import Run
 from mmlab.messages import read_beacons
@@ -19,9 +20,10 @@ STEPS = 1000
 class Torchrun:
     """`torchrun -m mmlab.train` on three ranks, in a process."""
 
-    def __init__(self, folder, *arguments, options=(), job=""):
+    def __init__(self, folder, *arguments, options=(), job="", metadata="http://127.0.0.1:9"):
         head = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "3", *options, "-m", "mmlab.train"]
-        environment = os.environ | {"MMLAB_RUNS": str(folder), "OMP_NUM_THREADS": "1", "MMLAB_RESUME": job}
+        environment = os.environ | {"MMLAB_RUNS": str(folder), "OMP_NUM_THREADS": "1", "MMLAB_RESUME": job,
+                                    "MMLAB_METADATA": metadata}  # fmt: skip
         self.folder = folder
         self.process = subprocess.Popen(
             [*head, *arguments], env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
@@ -103,12 +105,8 @@ def test_told_to_leave_it_saves_and_its_folder_starts_it_again(start):
     status = run.status()
     wrong = start(str(run.dir), "parallel.tp=2")
     assert "the plan needs 5 ranks and torchrun started 3" in wrong.end()
-    wrong = start(str(run.dir), "data.lanes=4")
-    assert "data.lanes stays 8" in wrong.end()
     again = start(str(run.dir), "parallel.pp=1", "parallel.tp=2")
     again.wait_step(status["step"] + 2)
-    busy = start(str(run.dir))
-    assert "is at work" in busy.end()
     assert run.plan.parallel.tp == 2
     assert whole(run)
     run.stop()
@@ -116,8 +114,9 @@ def test_told_to_leave_it_saves_and_its_folder_starts_it_again(start):
     assert again.process.returncode == 0
 
 
-def test_another_layout_of_as_many_ranks_in_the_same_processes(start):
-    job = start(*start.plan)
+def test_another_layout_of_as_many_ranks_in_the_same_processes_then_the_cloud_takes_the_host(start, serve):  # noqa: F811
+    cloud = serve("aws")
+    job = start(*start.plan, metadata=cloud.address)
     run = job.wait_step(2)
     pids = [rank["pid"] for rank in run.status()["ranks"]]
     refused = run.relayout("parallel.dp=2")
@@ -128,5 +127,9 @@ def test_another_layout_of_as_many_ranks_in_the_same_processes(start):
     assert [b.pid for b in read_beacons(run._record.paths.ranks)] == pids
     assert run.status()["generation"] == 2
     assert whole(run)
-    run.stop()
-    job.end()
+    end = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(time.time() + 120))
+    cloud.say(ACTION, f'{{"action": "terminate", "time": "{end}"}}')
+    said = job.end(60)
+    assert job.process.returncode != 0
+    assert "is about to be taken away (aws): saved step-" in run.status()["reason"], said
+    assert f"exitcode  : {128 + signal.SIGTERM}" in said

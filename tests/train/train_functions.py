@@ -11,6 +11,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from mmlab.data.pipeline import DataSource
+from mmlab.parallel import mesh as mesh_module
 from mmlab.parallel.mesh import build_mesh, close_mesh
 from mmlab.parallel.watch import Watch
 from mmlab.plan import Plan
@@ -133,3 +134,21 @@ def persisted(rank, world, host, port, plan_text):
         return kept, cut
     finally:
         close_mesh(mesh)
+
+
+def broken_mesh(rank, world, host, port, run_dir):
+    """A generation in which rank 1 fails while the groups are made, when all have made some of them, and the next."""
+    real, made = mesh_module._my_group, []
+
+    def failing(groups, me, what):
+        made.append(what)
+        if rank == 1 and len(made) == 3:
+            raise RuntimeError("scripted fault between groups")
+        return real(groups, me, what)
+
+    mesh_module._my_group = failing
+    try:
+        failed = run_worker(Job(run_dir, rank, world, host, port))
+    finally:
+        mesh_module._my_group = real
+    return failed, run_worker(Job(run_dir, rank, world, host, port, generation=2))

@@ -5,12 +5,10 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import json
-import multiprocessing
 import os
-import signal
 from collections import deque
 from collections.abc import Generator, Iterator
-from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures import Future
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import asdict, dataclass, field
 from itertools import islice
@@ -24,8 +22,8 @@ from mmlab.data.packing.options import PackOptions, Prepared, Record
 from mmlab.data.packing.prepare import prepare
 from mmlab.data.packing.shelf import Journal, Shard, Shelf, write_whole
 from mmlab.data.packing.sources import Source, open_source
+from mmlab.data.processes import start_pool
 from mmlab.data.tokenizer import TextTokenizer
-from mmlab.data.worker import end_with_parent
 from mmlab.data.write import DESCRIPTION
 from mmlab.errors import DataError
 
@@ -308,12 +306,6 @@ def _finished(out: Path, head: dict[str, Any]) -> Packed | None:
     return Packed(out, shards, skipped, duplicates, pictures["all"], pictures["copied"], complete=True)
 
 
-def begin_worker() -> None:
-    """What a process does first that works for a command."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # an interrupt is for the process that writes; it ends the others
-    end_with_parent()
-
-
 def _prepared(records: Iterator[Record], images: Path, options: PackOptions) -> Generator[Prepared, None, None]:
     """Records prepared in this process or in `workers` others, in their order."""
     batches = iter(lambda: list(islice(records, _BATCH)), [])
@@ -321,8 +313,7 @@ def _prepared(records: Iterator[Record], images: Path, options: PackOptions) -> 
         for batch in batches:
             yield from prepare(batch, images, options)
         return
-    context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(options.workers, context, initializer=begin_worker) as pool:
+    with start_pool(options.workers) as pool:
         waiting: deque[Future[list[Prepared]]] = deque()
         try:
             for batch in batches:
