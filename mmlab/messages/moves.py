@@ -83,7 +83,9 @@ def write_move(paths: RunPaths, move: Move) -> None:
 
 
 def take_plan(paths: RunPaths, move: Move) -> None:
-    """Make the plan of a move the run's; the one before is kept as `plans/generation-N.toml`."""
+    """Make the plan of a move the run's; the one before is kept as `plans/generation-N.toml`. A smaller layout that was
+    taken for want of engines is over: whoever moves the run says in which one it is to be."""
+    paths.full_plan.unlink(missing_ok=True)
     old, new = paths.plan.read_bytes(), move.plan.encode()
     if old != new:
         paths.plans.mkdir(exist_ok=True)
