@@ -25,7 +25,7 @@ from mmlab.cluster.engine_main import KEEPER
 from mmlab.cluster.engines import Engines
 from mmlab.cluster.launching import ActiveRun, Lacking, Stopped, bring_and_send, go_on, launch, refuse, take_over
 from mmlab.cluster.processes import MARK, end_all
-from mmlab.cluster.recovery import fall_back, recover
+from mmlab.cluster.recovery import fall_back, recover, tidy
 from mmlab.cluster.registry import (
     LabConfig,
     LabPaths,
@@ -37,9 +37,8 @@ from mmlab.cluster.registry import (
 )
 from mmlab.cluster.watching import watch
 from mmlab.errors import MmlabError
-from mmlab.messages import Command, Failure
+from mmlab.messages import Command, Failure, write_failure
 from mmlab.messages.files import process_alive, read_json
-from mmlab.messages.moves import rescue_move
 
 TICK = 0.1
 """Seconds between looks at requests, engines and runs: a lost engine is noticed within one."""
@@ -76,13 +75,7 @@ class Keeper:
                 self.engines.take_away()
                 for run in list(self.runs):
                     with contextlib.suppress(OSError):  # a full disk under a run: the lab goes on, and looks again
-                        if not run.ended:
-                            watch(run, self.engines)
-                            self._grow(run)
-                        if run.again is not None:
-                            self._queue(go_on(run))
-                        elif run.ended:
-                            rescue_move(run.paths)
+                        self._look_after(run)
                 self._write(self._state())
                 self._check_end()
                 self.closing.wait(TICK)
@@ -91,6 +84,30 @@ class Keeper:
             self.reason = "the keeper failed"
         finally:
             self._finish()
+
+    def _look_after(self, run: ActiveRun) -> None:
+        """One look at a run. What goes wrong in it ends that run: the lab and its engines go on."""
+        try:
+            if not run.ended:
+                watch(run, self.engines)
+                self._grow(run)
+            if run.again is not None:
+                self._queue(go_on(run))
+            elif run.ended and not run.tidied:
+                tidy(run)
+        except OSError:
+            raise
+        except Exception as error:
+            self._give_up(run, error)
+
+    def _give_up(self, run: ActiveRun, error: Exception) -> None:
+        """Fail a run for something that its keeper cannot handle (a plan.toml that somebody damaged); ranks are freed."""
+        self.log.exception("run %s", run.paths.root)
+        first = Failure(0, "rank 0", "start", run.step, "exception", f"{type(error).__name__}: {error}")
+        with contextlib.suppress(OSError):
+            write_failure(run.paths.failures, run.generation, first)
+        run.again = None
+        run.fail(first, str(error) if isinstance(error, MmlabError) else first.sentence())
 
     def _obey(self, request: dict[str, Any]) -> None:
         self.log.info("request %s", request)
@@ -140,22 +157,28 @@ class Keeper:
                     self._wake.wait()
                 run = self._pending.pop(0)
             try:
-                launch(run, self.engines, self._idle, self.closing.is_set)
-            except Stopped:
-                run.emit("state", state="stopped", reason="stopped before it started")
-            except Exception as error:
-                self.log.exception("launch of %s", run.paths.root)
-                if isinstance(error, EngineLost) and run.cluster.max_recoveries:  # before any rank was told to start
-                    recover(run, self.engines, Failure(0, "rank 0", "start", run.step, "lost", str(error)))
-                    continue
-                if fall_back(run, str(error)):
-                    continue
-                if isinstance(error, Lacking) and shrink(run, error.there, str(error)):
-                    continue
-                known = isinstance(error, MmlabError)
-                text = str(error) if known else f"{type(error).__name__}: {error}"
-                run.emit("state", state="failed", reason=text, cause="input" if known else "exception")
-            run.read()
+                self._start(run)
+            except Exception as error:  # a full disk, say: this thread goes on, other runs need it
+                self._give_up(run, error)
+
+    def _start(self, run: ActiveRun) -> None:
+        try:
+            launch(run, self.engines, self._idle, self.closing.is_set)
+        except Stopped:
+            run.emit("state", state="stopped", reason="stopped before it started")
+        except Exception as error:
+            self.log.exception("launch of %s", run.paths.root)
+            if isinstance(error, EngineLost) and run.cluster.max_recoveries:  # before any rank was told to start
+                recover(run, self.engines, Failure(0, "rank 0", "start", run.step, "lost", str(error)))
+                return
+            if fall_back(run, str(error)):
+                return
+            if isinstance(error, Lacking) and shrink(run, error.there, str(error)):
+                return
+            known = isinstance(error, MmlabError)
+            text = str(error) if known else f"{type(error).__name__}: {error}"
+            run.emit("state", state="failed", reason=text, cause="input" if known else "exception")
+        run.read()
 
     def _idle(self) -> bool:
         """Whether no rank is at work (a run that waits for engines has none yet)."""
@@ -222,6 +245,9 @@ class Keeper:
         left = end_all(self.engines.processes(), self.config.id)
         if left:
             self.log.error("could not end %s", left)
+        for run in self.runs:
+            with contextlib.suppress(OSError):
+                tidy(run)
         cluster = self.engines.cluster
         if cluster is not None:
             remove_files(cluster.profile_dir, cluster.cluster_id)

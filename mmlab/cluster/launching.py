@@ -101,6 +101,8 @@ class ActiveRun:
     """The plan that this generation has too few engines for, until it is at work in a smaller layout."""
     growing: bool = False
     """Whether somebody waits for the engines of its full layout."""
+    tidied: bool = False
+    """Whether nothing of it is on its way any more, since it has ended."""
 
     def emit(self, kind: str, **fields: Any) -> None:
         """Append an event in the name of the lab. Where it cannot be written, the lab goes on and ends all the same."""

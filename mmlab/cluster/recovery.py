@@ -11,9 +11,9 @@ import time
 from mmlab.cluster.engines import Engines
 from mmlab.cluster.launching import ActiveRun, Again, Recovery
 from mmlab.errors import MmlabError
-from mmlab.messages import Failure, claim_report, new_command, send
+from mmlab.messages import Failure, claim_report, new_command, read_json, send
 from mmlab.messages.checkpoints import location_of, manifests
-from mmlab.messages.moves import falls_back, go_back, read_move
+from mmlab.messages.moves import falls_back, go_back, read_move, rescue_move
 from mmlab.plan import Plan
 
 ONLY_A_NEW_PROCESS = ("cuda error", "nccl error")
@@ -65,6 +65,15 @@ def fall_back(run: ActiveRun, why: str) -> bool:
     run.emit("warning", message=f"the new layout could not start, and the run goes on in the one before: {why}")
     run.again = Again(name or "latest", f"back in the layout before: {why}")
     return True
+
+
+def tidy(run: ActiveRun) -> None:
+    """Make the state that a run which has ended was about to hand on a checkpoint, and leave nothing in memory, unless
+    another lab or torchrun has started the run again: then it may be on its way to theirs."""
+    info = read_json(run.paths.run)
+    if info is None or info.get("generation") == run.generation:
+        rescue_move(run.paths)
+    run.tidied = True
 
 
 def say_recovered(run: ActiveRun) -> None:

@@ -118,6 +118,11 @@ class Location:
         with self._elsewhere() as (system, path):
             system.put_file(str(file), f"{path}/{file.name}")
 
+    def put(self, file: Path) -> None:
+        """Copy a file of this machine into this folder, which is elsewhere, under its own name."""
+        with self._elsewhere() as (system, path):
+            system.put_file(str(file), f"{path}/{file.name}")
+
     @contextlib.contextmanager
     def open(self, name: str) -> Iterator[BinaryIO]:
         """A file of this folder, for reading."""

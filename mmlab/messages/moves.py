@@ -13,6 +13,7 @@ import os
 import shutil
 import socket
 import tempfile
+import tomllib
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,9 @@ from typing import Any
 import psutil
 
 from mmlab.messages.checkpoints import MANIFEST, kept_at
+from mmlab.messages.checkpoints import MANIFEST, location_of
 from mmlab.messages.files import RunPaths, read_json, write_atomic, write_json
+from mmlab.messages.locations import Location
 from mmlab.messages.locations import Location
 
 ROOM = 1.25
@@ -132,33 +135,48 @@ def forget_move(paths: RunPaths) -> None:
 
 
 def rescue_move(paths: RunPaths) -> str:
-    """Make a state that no generation has taken up one of the run's checkpoints, and leave nothing in memory; its name.
+    """Make a state that no generation has taken up one of the run's checkpoints, where its plan keeps them, and leave
+    nothing in memory; its name.
 
-    Empty where there is nothing to rescue. OSError when the disk is full: the state then stays where it is.
+    Empty where there is nothing to rescue. OSError when it cannot be written there: the state then stays where it is.
     """
     move = read_move(paths)
     if move is None:
+        forget_move(paths)  # a rank that died while the state was written has left a part of it in memory
         return ""
-    source, target = Path(move.folder), kept_at(paths) / move.name
-    reached = not move.memory or move.host == socket.gethostname()
-    if reached and (source / MANIFEST).is_file() and target.local != source:
-        _copy(source, target)
+    source, target = Path(move.folder), location_of(paths, _location(paths)) / move.name
+    reached = bool(move.folder) and (not move.memory or move.host == socket.gethostname())
+    lies_there = target.local is not None and target.local.exists() and target.local.samefile(source)
+    if reached and (source / MANIFEST).is_file() and not lies_there:
+        _bring(source, target)
+        if not move.memory:
+            Location(source).remove(first=MANIFEST)
     forget_move(paths)
     return move.name if MANIFEST in target.sizes() else ""
 
 
-def _copy(source: Path, target: Location) -> None:
-    """A state as a checkpoint, complete when its manifest is there."""
+def _location(paths: RunPaths) -> str:
+    """`checkpoint.location` of a run's plan."""
+    try:
+        return str(tomllib.loads(paths.plan.read_text()).get("checkpoint", {}).get("location", ""))
+    except (FileNotFoundError, ValueError):
+        return ""
+
+
+def _bring(source: Path, target: Location) -> None:
+    """Copy a state to where the run's checkpoints lie; it is there when its manifest is."""
+    target.make()
     if target.local is None:
-        for file in sorted(source.iterdir(), key=lambda file: file.name == MANIFEST):
-            target.put(file)
+        for file in source.iterdir():
+            if file.name != MANIFEST:
+                target.put(file)
+        target.put(source / MANIFEST)
         return
     copy = target.local.with_name(f".{target.name}.partial")
     shutil.rmtree(copy, ignore_errors=True)
     try:
         shutil.copytree(source, copy)
-        with contextlib.suppress(FileNotFoundError):
-            shutil.rmtree(target.local)
+        shutil.rmtree(target.local)
         os.replace(copy, target.local)
     finally:
         shutil.rmtree(copy, ignore_errors=True)

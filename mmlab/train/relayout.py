@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from mmlab.errors import CheckpointError, PlanError
 from mmlab.messages import Ack, read_json
+from mmlab.messages.locations import Location
 from mmlab.messages.moves import Move, forget_move, memory_with_room, read_move, write_move
 from mmlab.messages.runs import TORCHRUN
 from mmlab.plan import Plan
@@ -117,9 +118,9 @@ class Relayout:
         here.channel.gather(True)  # every rank has read its part
         if first:
             with contextlib.suppress(OSError):
+                forget_move(here.paths)  # first: half a state that is still on its way would be taken for a checkpoint
                 if not move.memory:
-                    shutil.rmtree(move.folder)
-                forget_move(here.paths)
+                    Location(move.folder).remove(first=checkpoint.MANIFEST)
         here.emit(
             "relayout", step=move.step, name=move.name, changes=move.changes, before=move.before, after=move.after,
             generation=move.generation, through="memory" if move.memory else "disk", bytes=move.bytes,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import socket
 import sys
@@ -86,20 +87,25 @@ def _decide(arguments: list[str], environment: Mapping[str, str], world: int) ->
         return _resume(left, [], world, f"job {job}")
     _check_world(plan, world)
     plan.check().raise_if_any()
-    more = {"generation": 1, "launcher": TORCHRUN, "job": job}
+    more = {"generation": 1, "launcher": TORCHRUN, "job": job, "asked": _asked(plan)}
     made = create_run(runs_root(), plan.name, plan.dumps(), world, plan.train.steps, **more)
     return {"run_dir": str(made.root), "generation": 1, "restore": None}
 
 
 def _left_by(job: str, plan: Plan) -> Path | None:
     """The newest run of a job's name and plan that has not finished."""
-    found = [(info["created"], path.parent) for path in runs_root().glob("*/run.json")
+    found = [(info["created"], path.parent, info) for path in runs_root().glob("*/run.json")
              if (info := read_json(path)) and info.get("job") == job]  # fmt: skip
-    for _, folder in sorted(found, reverse=True)[:1]:
+    for _, folder, info in sorted(found, key=lambda one: one[0], reverse=True)[:1]:
         states = [event["state"] for event in read_events(folder / "events.jsonl")[0] if event["kind"] == "state"]
-        if states[-1:] != ["finished"] and Plan.load(folder / "plan.toml") == plan:
+        if states[-1:] != ["finished"] and info.get("asked") == _asked(plan):
             return folder
     return None
+
+
+def _asked(plan: Plan) -> str:
+    """What tells a plan from others, in `run.json`: plan.toml changes with a relayout and a measured balance."""
+    return hashlib.sha256(plan.dumps().encode()).hexdigest()
 
 
 def _check_world(plan: Plan, world: int) -> None:
@@ -113,7 +119,9 @@ def _check_world(plan: Plan, world: int) -> None:
 def _resume(root: Path, changes: list[str], world: int, who: str) -> dict[str, Any]:
     """The next generation of a run, from its newest checkpoint (from the beginning where it has none)."""
     paths = RunPaths(root)
-    info = read_json(paths.run) or {}
+    info = read_json(paths.run)
+    if not isinstance(info, dict) or "generation" not in info:
+        raise MmlabError(f"run {root.name} cannot go on: {paths.run} is damaged")
     generation = int(info["generation"]) + 1
     for beacon in read_beacons(paths.ranks):
         here = beacon.host == socket.gethostname() and process_alive(beacon.pid, beacon.started)
@@ -133,7 +141,10 @@ def _resume(root: Path, changes: list[str], world: int, who: str) -> dict[str, A
         _begin(paths, f"goes on ({who})")
     except OSError as error:
         raise MmlabError(f"run {root.name} cannot go on: {root} cannot be written ({error.strerror})") from None
-    saved = manifests(location_of(paths, plan.checkpoint.location))
+    try:
+        saved = manifests(location_of(paths, plan.checkpoint.location))
+    except OSError as error:
+        raise MmlabError(f"the checkpoints of run {root.name} cannot be read: {error}") from None
     return {"run_dir": str(root), "generation": generation, "restore": "latest" if saved else None}
 
 

@@ -1,6 +1,7 @@
 """What the keeper does about a failure, with engines that are only described."""
 
 import json
+import logging
 import time
 from types import SimpleNamespace
 
@@ -10,10 +11,13 @@ from test_launching import Described, start
 from mmlab.cluster import watching
 from mmlab.cluster.elastic import grow_back, shrink
 from mmlab.cluster.engine_info import EngineInfo
+from mmlab.cluster.keeper import Keeper
 from mmlab.cluster.launching import Lacking, choose, go_on, take_over
+from mmlab.cluster.recovery import tidy
 from mmlab.cluster.watching import watch
 from mmlab.errors import LabError
 from mmlab.messages import Beacon, EventLog, Failure, Inbox, read_events, read_failures, read_json, write_failure
+from mmlab.messages.moves import Move, read_move, write_move
 from mmlab.messages.runs import create_run
 from mmlab.plan import Plan
 from mmlab.tracking.doctor import diagnose
@@ -137,6 +141,31 @@ def test_what_the_input_is_at_fault_for_and_a_dead_keeper_are_failures_as_ever(r
         info["keeper"]["started"] -= 100
         run.paths.run.write_text(json.dumps(info))
     assert record.status()["state"] == "failed"
+
+
+def test_the_state_of_a_run_that_another_lab_has_started_again_is_left_alone(run, tmp_path):
+    folder = run.paths.checkpoints / "relayout-step-5"
+    move = Move(3, "", folder.name, str(folder), "host", False, 5, run.paths.plan.read_text(), 4, 2, 0.0, 0, {})
+    write_move(run.paths, move)
+    info = read_json(run.paths.run)
+    run.paths.run.write_text(json.dumps(info | {"generation": 2}))
+    tidy(run)
+    assert read_move(run.paths) == move
+    run.paths.run.write_text(json.dumps(info))
+    tidy(run)
+    assert read_move(run.paths) is None
+
+
+def test_a_run_whose_plan_is_damaged_fails_and_its_lab_goes_on(run):
+    start(run, Described(["a"] * 4))
+    say(run, "running")
+    fail(run, 1)
+    run.paths.plan.write_text("no = [toml")
+    keeper = Keeper.__new__(Keeper)
+    keeper.engines, keeper.log = Described(["a"] * 4), logging.getLogger("test")
+    keeper._look_after(run)
+    assert (run.state, run.again) == ("failed", None)
+    assert "plan.toml" in RunRecord(run.paths.root).status()["reason"]
 
 
 def test_a_paused_run_stays_paused(run):

@@ -7,6 +7,7 @@ import socket
 import pytest
 
 from mmlab.messages import RunPaths, read_json, write_json
+from mmlab.messages.checkpoints import location_of, manifests
 from mmlab.messages.moves import Move, forget_move, memory_folders, memory_with_room, read_move, rescue_move, write_move
 
 
@@ -54,6 +55,26 @@ def test_a_state_on_disk_is_a_checkpoint_already(paths):
     move = left(paths, paths.checkpoints / "relayout-step-5", memory=False)
     assert rescue_move(paths) == move.name
     assert read_json(paths.checkpoints / move.name / "manifest.json") == {"name": move.name}
+
+
+@pytest.mark.parametrize("address", ["{}", "file://{}", "memory://{}"])
+@pytest.mark.parametrize("memory", [True, False])
+def test_a_state_is_brought_to_where_the_plan_keeps_checkpoints(paths, tmp_path, address, memory):
+    location = address.format(tmp_path / "elsewhere")
+    paths.plan.write_text(f'[checkpoint]\nlocation = "{location}"\n')
+    folder = in_memory(paths) if memory else paths.checkpoints
+    move = left(paths, folder / "relayout-step-5", memory=memory)
+    assert rescue_move(paths) == move.name
+    ((found, manifest),) = manifests(location_of(paths, location), ("name",))
+    assert (found.name, manifest["name"], found.read("part")) == (move.name, move.name, b"weights")
+    assert not (folder / move.name).exists()
+
+
+def test_what_a_save_that_was_cut_short_left_in_memory_is_removed(paths):
+    folder = in_memory(paths)
+    (folder / "relayout-step-5").mkdir(parents=True)
+    assert rescue_move(paths) == ""
+    assert not folder.exists()
 
 
 @pytest.mark.parametrize("gone", ["state", "manifest", "host"])

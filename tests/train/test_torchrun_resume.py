@@ -109,9 +109,15 @@ def test_told_to_leave_it_saves_and_its_folder_starts_it_again(start):
     again.wait_step(status["step"] + 2)
     assert run.plan.parallel.tp == 2
     assert whole(run)
+    again.process.send_signal(signal.SIGTERM)
+    again.end(60)
+    step, generation = run.status()["step"], run.status()["generation"]
+    requeued = start(*start.plan, job="job-7")  # the plan that was asked for, though the run has another layout by now
+    requeued.wait_step(step + 2)
+    assert run.status()["generation"] == generation + 1
     run.stop()
-    again.end()
-    assert again.process.returncode == 0
+    requeued.end()
+    assert requeued.process.returncode == 0
 
 
 def test_another_layout_of_as_many_ranks_in_the_same_processes_then_the_cloud_takes_the_host(start, serve):  # noqa: F811
