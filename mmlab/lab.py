@@ -168,9 +168,10 @@ class Run(Steered):
         if ended:
             rescue_move(self._record.paths)
         found = self._record.find_checkpoint(step, name)
+        newest = step is None and not name  # it is for the ranks to pass over one that is damaged
         if not ended:
-            return self._send("restore", step=found["step"], name=found["name"])
-        (lab or self._home())._launch(self, restore=found["name"])
+            return self._send("restore", **({} if newest else {"step": found["step"], "name": found["name"]}))
+        (lab or self._home())._launch(self, restore="latest" if newest else found["name"])
         return self
 
     def _home(self) -> Lab:

@@ -32,7 +32,7 @@ from mmlab.cluster.queue import Queue
 from mmlab.cluster.registry import LabConfig, registry, remove_files
 from mmlab.errors import LabError
 from mmlab.messages.files import process_alive, read_json
-from mmlab.messages.notices import Notice
+from mmlab.messages.notices import CHAOS, Notice
 
 TICK = 0.1
 """Seconds between looks at who has registered."""
@@ -193,6 +193,14 @@ class Engines:
             with contextlib.suppress(LabError):  # it ended: no answer is the answer
                 self.call([engine], "end", [()], 10.0)
         self._gone.add(engine.id)
+
+    def take_away(self) -> None:
+        """End the engines of which `run.chaos` has announced the end, once their time has come."""
+        for notice in self.notices:
+            if notice.source == CHAOS and time.time() > notice.deadline:
+                for engine in list(self._up):
+                    if engine.local and not self.lost(engine) and engine.leaving([notice]):
+                        self.kill(engine)
 
     # the managing thread
 

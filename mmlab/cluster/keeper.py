@@ -19,10 +19,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from mmlab.cluster.elastic import grow_back, shrink
 from mmlab.cluster.engine_info import EngineLost
 from mmlab.cluster.engine_main import KEEPER
 from mmlab.cluster.engines import Engines
-from mmlab.cluster.launching import ActiveRun, Stopped, bring_and_send, go_on, launch, refuse, take_over
+from mmlab.cluster.launching import ActiveRun, Lacking, Stopped, bring_and_send, go_on, launch, refuse, take_over
 from mmlab.cluster.processes import MARK, end_all
 from mmlab.cluster.recovery import fall_back, recover
 from mmlab.cluster.registry import (
@@ -72,10 +73,12 @@ class Keeper:
                 for request in take_requests(self.paths):
                     self._obey(request)
                 self.engines.look()
+                self.engines.take_away()
                 for run in list(self.runs):
                     with contextlib.suppress(OSError):  # a full disk under a run: the lab goes on, and looks again
                         if not run.ended:
                             watch(run, self.engines)
+                            self._grow(run)
                         if run.again is not None:
                             self._queue(go_on(run))
                         elif run.ended:
@@ -108,6 +111,13 @@ class Keeper:
             self.config = self.engines.config = replace(self.config, **limits)
             self._queue(run)
 
+    def _grow(self, run: ActiveRun) -> None:
+        """Have somebody wait for the engines of a run's full layout while it is at work in a smaller one."""
+        if run.stepped and not run.growing and run.again is None and run.paths.full_plan.is_file():
+            run.growing = True
+            arguments = (run, self.engines, self.closing.is_set)
+            threading.Thread(target=grow_back, args=arguments, name="mmlab-grow", daemon=True).start()
+
     def _bring(self, n: int, run_dir: str, command: Command) -> None:
         """Give a run of this lab a command as soon as there are `n` engines."""
         for run in self.runs:
@@ -139,6 +149,8 @@ class Keeper:
                     recover(run, self.engines, Failure(0, "rank 0", "start", run.step, "lost", str(error)))
                     continue
                 if fall_back(run, str(error)):
+                    continue
+                if isinstance(error, Lacking) and shrink(run, error.there, str(error)):
                     continue
                 known = isinstance(error, MmlabError)
                 text = str(error) if known else f"{type(error).__name__}: {error}"

@@ -74,6 +74,7 @@ class ActiveRun:
     world: int
     engines: list[EngineInfo] = field(default_factory=list)
     state: str = "queued"
+    reason: str = ""
     offset: int = 0
     lineage: str = ""
     step: int = 0
@@ -94,13 +95,19 @@ class ActiveRun:
     moved: float = 0.0
     """When the beacons last changed (`time.monotonic`), and as what: `marks`."""
     glanced: float = 0.0
+    begun: int = 0
+    """The step that its lineage begins with."""
+    shrunk_from: Plan | None = None
+    """The plan that this generation has too few engines for, until it is at work in a smaller layout."""
+    growing: bool = False
+    """Whether somebody waits for the engines of its full layout."""
 
     def emit(self, kind: str, **fields: Any) -> None:
         """Append an event in the name of the lab. Where it cannot be written, the lab goes on and ends all the same."""
         with contextlib.suppress(OSError):
             log = EventLog(self.paths.events, self.lineage)
             try:
-                log.emit(kind, step=self.step, **fields)
+                log.emit(kind, **{"step": self.step, **fields})
             finally:
                 log.close()
 
@@ -118,8 +125,10 @@ class ActiveRun:
             self.lineage = event.get("lineage") or self.lineage
             self.step = event.get("step", self.step)
             self.stepped |= event["kind"] == "step"
+            if event["kind"] == "lineage":
+                self.begun = event["parent_step"]
             if event["kind"] == "state" and not self.ended:  # what comes after the end is another generation's
-                self.state = event["state"]
+                self.state, self.reason = event["state"], event.get("reason", "")
 
     @property
     def ended(self) -> bool:
@@ -161,9 +170,11 @@ def go_on(run: ActiveRun) -> ActiveRun:
     following = ActiveRun(run.paths, run.generation + 1, run.again.restore, plan.world_size, cluster=plan.cluster)
     following.read()
     following.before, following.history, following.recovering = run.engines or run.before, run.history, run.recovering
-    if following.state == "paused" and not moves:  # and stays so
+    following.shrunk_from = run.shrunk_from
+    if following.state == "paused" and run.again.restore is None:  # what a checkpoint is restored for, pauses there
         send(run.paths.control, new_command("pause", source="recovery"))
-    if following.state != "starting":  # first: what the generation before was in is not to be taken for this one's
+    said = ("starting", run.again.reason)
+    if (following.state, following.reason) != said:  # first: else the state before is taken for this generation's
         following.emit("state", state="starting", reason=run.again.reason)
     more = {"generation": following.generation, "world_size": plan.world_size, "engines": []}
     write_json(run.paths.run, info | more | {"recovers": plan.cluster.max_recoveries > 0})
@@ -175,6 +186,14 @@ def refuse(request: dict[str, Any], reason: str) -> None:
     """Write that a run could not be taken over: nobody is to wait for it."""
     run = ActiveRun(RunPaths(Path(request["run_dir"])), int(request["generation"]), None, 0)
     run.emit("state", state="failed", reason=reason)
+
+
+class Lacking(LabError):
+    """Engines that a run had are lacking, and are not replaced in time: `there` are up."""
+
+    def __init__(self, there: int, message: str) -> None:
+        super().__init__(message)
+        self.there = there
 
 
 class Stopped(Exception):
@@ -253,10 +272,15 @@ def _gather(run: ActiveRun, engines: Engines, idle: Callable[[], bool], check: C
     Waits for the run before, which may still be saving; engines that stay busy after it has ended are replaced.
     """
     since: float | None = None
+    began = time.monotonic()
     while True:
         check()
         up = engines.up()
         lacking = len(up) < run.world or not engines.connected
+        late = time.monotonic() - began > engines.config.start_timeout
+        if lacking and run.before and run.cluster.elastic and engines.connected and (engines.problem or late):
+            why = engines.problem or f"no engine came within {engines.config.start_timeout:g} s"
+            raise Lacking(len(up), why)
         if lacking and engines.problem:
             raise LabError(engines.problem)
         if lacking or not idle():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 
+from mmlab.cluster.elastic import say_shrunk
 from mmlab.cluster.engines import Engines
 from mmlab.cluster.launching import ActiveRun, Again, write_lost
 from mmlab.cluster.recovery import fall_back, has_checkpoint, recover, say_recovered
@@ -47,6 +48,7 @@ def watch(run: ActiveRun, engines: Engines) -> None:
         _move_on(run, engines, move)
         return
     say_recovered(run)
+    say_shrunk(run)
     for rank, engine in enumerate(run.engines):
         if engines.lost(engine):
             write_lost(run, rank, engine)

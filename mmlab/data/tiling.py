@@ -34,6 +34,10 @@ WHOLE = Grid()
 """The whole picture as one tile."""
 
 
+Box = tuple[float, float, float, float]
+"""Left, top, right and bottom of a part of a picture, in pixels."""
+
+
 class Picture(NamedTuple):
     """Where a picture lies (shard of the data source, byte offset, bytes) and how it is tiled."""
 
@@ -101,16 +105,18 @@ class Tiling:
         return tuple(self.grid(width, height, max(1, most)) for width, height in sizes)
 
 
-def cut(image: Image.Image, size: int, grid: Grid) -> np.ndarray:
+def cut(image: Image.Image, size: int, grid: Grid, box: Box | None = None) -> np.ndarray:
     """An RGB picture as tiles, uint8 [tiles, S, S, 3]: row by row, the thumbnail last.
 
-    Resized to columns x rows tiles (bicubic with antialiasing; the aspect ratio is not kept, as in SigLIP).
+    Resized to columns x rows tiles (bicubic with antialiasing; the aspect ratio is not kept, as in SigLIP) from its
+    pixels in `box`, by default all.
     """
+    box = box or (0, 0, image.width, image.height)
     columns, rows = grid.columns, grid.rows
-    tiles = split(np.asarray(_resized(image, columns * size, rows * size), dtype=np.uint8), size)
+    tiles = split(np.asarray(_resized(image, columns * size, rows * size, box), dtype=np.uint8), size)
     if not grid.thumbnail:
         return tiles
-    return np.concatenate([tiles, np.asarray(_resized(image, size, size), dtype=np.uint8)[None]])
+    return np.concatenate([tiles, np.asarray(_resized(image, size, size, box), dtype=np.uint8)[None]])
 
 
 def split(whole: np.ndarray, size: int) -> np.ndarray:
@@ -119,5 +125,7 @@ def split(whole: np.ndarray, size: int) -> np.ndarray:
     return whole.reshape(rows, size, columns, size, 3).transpose(0, 2, 1, 3, 4).reshape(-1, size, size, 3)
 
 
-def _resized(image: Image.Image, width: int, height: int) -> Image.Image:
-    return image if image.size == (width, height) else image.resize((width, height), Image.Resampling.BICUBIC)
+def _resized(image: Image.Image, width: int, height: int, box: Box) -> Image.Image:
+    if box == (0, 0, width, height) == (0, 0, *image.size):
+        return image
+    return image.resize((width, height), Image.Resampling.BICUBIC, box)

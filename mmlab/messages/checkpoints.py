@@ -7,9 +7,11 @@ plan, ... and `seal`, a checksum of all the rest.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import re
+import tomllib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -28,6 +30,14 @@ Found = tuple[Location, dict[str, Any]]
 def location_of(paths: RunPaths, location: str) -> Location:
     """Where a run keeps its checkpoints: its own folder of them, or one of its name at `checkpoint.location`."""
     return Location(location) / paths.root.name if location else Location(paths.checkpoints)
+
+
+def kept_at(paths: RunPaths) -> Location:
+    """Where a run keeps its checkpoints by what its `plan.toml` says; its own folder where that cannot be read."""
+    location = ""
+    with contextlib.suppress(OSError, ValueError, AttributeError):
+        location = str(tomllib.loads(paths.plan.read_text()).get("checkpoint", {}).get("location", ""))
+    return location_of(paths, location)
 
 
 def seal(manifest: Mapping[str, Any]) -> str:

@@ -138,7 +138,10 @@ class Inbox:
                 path.unlink(missing_ok=True)
 
     def answer(self, ack: Ack) -> None:
-        """Write the ack, then remove the command."""
+        """Write the ack, then remove the command: also where a full disk does not take the ack, or it would be applied
+        again."""
         (self.control / "acks").mkdir(exist_ok=True)
-        write_json(self.control / "acks" / f"{ack.id}.json", asdict(ack))
-        (self.control / f"{ack.id}.json").unlink(missing_ok=True)
+        try:
+            write_json(self.control / "acks" / f"{ack.id}.json", asdict(ack))
+        finally:
+            (self.control / f"{ack.id}.json").unlink(missing_ok=True)

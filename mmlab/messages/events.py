@@ -57,12 +57,17 @@ TAIL = 1 << 18
 """Bytes at the end of a log in which its last state is looked for: a run that has ended writes nothing more."""
 ENDED = ("failed", "finished", "stopped")
 """States in which a run no longer computes."""
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+"""What a disk answers that is full, or full for this user or this file."""
+MOST_KEPT = 1 << 22
+"""Bytes of events that wait for room on a full disk: those of some thousand steps."""
 
 
 class EventLog:
     """Appends events; each line is one `write` to a file opened for append, so processes do not mix lines.
 
-    A line that a crash or a full disk has cut short is ended first, so that it costs no other one.
+    A line that a crash or a full disk has cut short is ended first, so that it costs no other one. What a full disk
+    does not take is kept and written with a later event, in order: room comes back when a save that filled it fails.
     """
 
     def __init__(self, path: Path, lineage: str = "") -> None:
@@ -71,23 +76,40 @@ class EventLog:
         self._lock = threading.Lock()
         self._file = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
         size = os.fstat(self._file).st_size
+        self._kept: list[bytes] = []
         self._cut = size > 0 and os.pread(self._file, 1, size - 1) != b"\n"
 
     def emit(self, kind: str, **fields: Any) -> Event:
-        """Append one event and return it. OSError when the disk is full."""
+        """Append one event and return it. OSError when the disk has been full for MOST_KEPT bytes."""
         event: Event = {"t": round(time.time(), 4), "kind": kind, "lineage": self.lineage, **fields}
         line = (json.dumps(event, separators=(",", ":")) + "\n").encode()
         with self._lock:
-            line = b"\n" + line if self._cut else line
-            self._cut = False
-            if os.write(self._file, line) < len(line):
-                self._cut = True
+            self._kept.append(line)
+            self._write()
+            if sum(map(len, self._kept)) > MOST_KEPT:
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self.path))
         return event
 
+    def _write(self) -> None:
+        """Write what is kept, as far as the disk takes it."""
+        while self._kept:
+            line = b"\n" + self._kept[0] if self._cut else self._kept[0]
+            try:
+                done = os.write(self._file, line)
+            except OSError as error:
+                if error.errno in FULL:
+                    return
+                raise
+            self._cut = done < len(line)
+            if self._cut:
+                return
+            del self._kept[0]
+
     def close(self) -> None:
-        """Close the file."""
-        os.close(self._file)
+        """Write what is kept, if there is room by now, and close the file."""
+        with self._lock:
+            self._write()
+            os.close(self._file)
 
 
 def _parse(line: bytes) -> Event | None:

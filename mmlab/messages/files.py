@@ -20,7 +20,8 @@ class RunPaths:
     samples that each step consumed, `control/` the inbox (mode 0700) with `control/acks/`, `ranks/` one beacon a rank,
     `failures/` one file a failed rank and generation, `logs/` what ranks print, `checkpoints/`, `traces/` op times of
     chosen steps, `plans/` the plans of earlier generations where a relayout changed them, `relayout.json` a state
-    on its way to another layout or to other engines, `notices/` hosts that are about to be taken away.
+    on its way to another layout or to other engines, `plan.full.toml` the plan of a run that lacks engines for it,
+    `notices/` hosts that are about to be taken away.
     """
 
     root: Path
@@ -34,6 +35,11 @@ class RunPaths:
     def plans(self) -> Path:
         """Plans of earlier generations, TOML."""
         return self.root / "plans"
+
+    @property
+    def full_plan(self) -> Path:
+        """The plan of a run that goes on in a smaller layout while engines are lacking, TOML; else absent."""
+        return self.root / "plan.full.toml"
 
     @property
     def notices(self) -> Path:

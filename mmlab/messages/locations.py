@@ -113,6 +113,11 @@ class Location:
         with self._elsewhere() as (system, path):
             system.pipe_file(f"{path}/{name}", data)
 
+    def put(self, file: Path) -> None:
+        """Copy a local file into this folder, under its own name."""
+        with self._elsewhere() as (system, path):
+            system.put_file(str(file), f"{path}/{file.name}")
+
     @contextlib.contextmanager
     def open(self, name: str) -> Iterator[BinaryIO]:
         """A file of this folder, for reading."""

@@ -19,7 +19,9 @@ from typing import Any
 
 import psutil
 
+from mmlab.messages.checkpoints import MANIFEST, kept_at
 from mmlab.messages.files import RunPaths, read_json, write_atomic, write_json
+from mmlab.messages.locations import Location
 
 ROOM = 1.25
 """Times the bytes of a state that a tmpfs, and the machine's memory, must have free: the manifest, and files' slack."""
@@ -81,7 +83,9 @@ def write_move(paths: RunPaths, move: Move) -> None:
 
 
 def take_plan(paths: RunPaths, move: Move) -> None:
-    """Make the plan of a move the run's; the one before is kept as `plans/generation-N.toml`."""
+    """Make the plan of a move the run's; the one before is kept as `plans/generation-N.toml`. A smaller layout that was
+    taken for want of engines is over: whoever moves the run says in which one it is to be."""
+    paths.full_plan.unlink(missing_ok=True)
     old, new = paths.plan.read_bytes(), move.plan.encode()
     if old != new:
         paths.plans.mkdir(exist_ok=True)
@@ -135,16 +139,26 @@ def rescue_move(paths: RunPaths) -> str:
     move = read_move(paths)
     if move is None:
         return ""
-    source, target = Path(move.folder), paths.checkpoints / move.name
-    if move.memory and move.host == socket.gethostname() and (source / "manifest.json").is_file():
-        copy = target.with_name(f".{move.name}.partial")
-        shutil.rmtree(copy, ignore_errors=True)
-        try:
-            shutil.copytree(source, copy)
-            with contextlib.suppress(FileNotFoundError):
-                shutil.rmtree(target)
-            os.replace(copy, target)
-        finally:
-            shutil.rmtree(copy, ignore_errors=True)
+    source, target = Path(move.folder), kept_at(paths) / move.name
+    reached = not move.memory or move.host == socket.gethostname()
+    if reached and (source / MANIFEST).is_file() and target.local != source:
+        _copy(source, target)
     forget_move(paths)
-    return move.name if (target / "manifest.json").is_file() else ""
+    return move.name if MANIFEST in target.sizes() else ""
+
+
+def _copy(source: Path, target: Location) -> None:
+    """A state as a checkpoint, complete when its manifest is there."""
+    if target.local is None:
+        for file in sorted(source.iterdir(), key=lambda file: file.name == MANIFEST):
+            target.put(file)
+        return
+    copy = target.local.with_name(f".{target.name}.partial")
+    shutil.rmtree(copy, ignore_errors=True)
+    try:
+        shutil.copytree(source, copy)
+        with contextlib.suppress(FileNotFoundError):
+            shutil.rmtree(target.local)
+        os.replace(copy, target.local)
+    finally:
+        shutil.rmtree(copy, ignore_errors=True)

@@ -17,6 +17,8 @@ from mmlab.messages.files import RunPaths, read_json, write_json
 
 SIGNALS = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGUSR1") if hasattr(signal, name))
 """Signals that announce the end of a process: Kubernetes sends SIGTERM, Slurm what `--signal` says."""
+CHAOS = "chaos"
+"""Source of notices that `run.chaos` gives: the lab's keeper then ends the process, at the deadline."""
 TAKEN = ".taken"
 """Suffix of notices that the run has obeyed."""
 

@@ -6,6 +6,7 @@ rank hangs), the time per phase of a step, and the trace of chosen steps.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import time
 from collections.abc import Callable, Iterator
@@ -85,6 +86,6 @@ class Watch:
             return
         ops = [[op.kind, op.microbatch, round(start, 6), round(end, 6), op.chunk] for op, start, end in self._ops]
         line = {"step": self.step, "t0": round(self._epoch, 6), "ops": ops}
-        with open(self.trace, "a") as file:
+        with contextlib.suppress(OSError), open(self.trace, "a") as file:  # a full disk costs a trace, not the run
             file.write(json.dumps(line, separators=(",", ":")) + "\n")
         self._ops = None

@@ -64,6 +64,9 @@ class ClusterConfig(Section):
     hang_timeout: float = Field(300.0, ge=0)
     """Seconds without progress of any rank after which a run counts as hung and is recovered; ten times as long before
     a generation's first step has ended and while ranks evaluate or save; 0 means never. A pause is no hang."""
+    elastic: bool = False
+    """Whether a run that loses an engine which cannot be replaced within `start_timeout` goes on with fewer ranks (a
+    smaller dp or vision_dp, the same global batch), and takes its full layout up again when the engine is back."""
     spares: int = Field(0, ge=0)
     """Engines beyond the plan's ranks that the lab keeps warm, so that a lost one is replaced at once."""
     device: Literal["auto", "cpu", "cuda"] = "auto"

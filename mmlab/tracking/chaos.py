@@ -9,13 +9,14 @@ import socket
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from mmlab.errors import CheckpointError, MmlabError
-from mmlab.messages import Ack, EventLog, Inbox, new_command, process_alive, read_json
+from mmlab.messages import Ack, EventLog, Inbox, new_command, process_alive
 from mmlab.messages.beacon import PHASES, BeaconState
-from mmlab.messages.notices import Notice, write_notice
+from mmlab.messages.checkpoints import MANIFEST
+from mmlab.messages.locations import Location
+from mmlab.messages.notices import CHAOS, Notice, write_notice
 from mmlab.tracking.record import RunRecord
 from mmlab.tracking.sent import Sent
 
@@ -71,14 +72,14 @@ def check_rank(record: RunRecord, strike: Strike) -> None:
 
 
 def here_and_now(record: RunRecord, strike: Strike) -> Sent | None:
-    """Do what needs no step boundary: kill a process of this host, give notice, damage a file. None for all else."""
+    """Do what needs no step boundary: kill a process of this host, damage a file, leave a notice. None for all else."""
     if strike.action == "corrupt":
         return _logged(record, strike, [], _flip(record, strike.target))
-    if strike.action not in ("kill", "notice") or strike.phase:
-        return None
     beacon = next((beacon for beacon in record.beacons() if beacon.rank == strike.target), None)
     if strike.action == "notice":
         return _give_notice(record, strike, beacon)
+    if strike.action != "kill" or strike.phase:
+        return None
     if beacon is None or beacon.host != socket.gethostname():
         return None
     if beacon.done or not process_alive(beacon.pid, beacon.started):
@@ -90,13 +91,14 @@ def here_and_now(record: RunRecord, strike: Strike) -> Sent | None:
 
 
 def _give_notice(record: RunRecord, strike: Strike, beacon: BeaconState | None) -> Sent:
-    """Say that a rank's process is about to be taken away, as a signal to it would."""
+    """Say that a rank's process is about to be taken away; the lab's keeper then does it, as a cloud would."""
     if beacon is None:
         raise MmlabError(f"chaos notice={strike.target}: that rank has not started yet")
-    deadline = 0.0 if strike.seconds is None else time.time() + strike.seconds
+    grace = record.plan.cluster.grace if strike.seconds is None else strike.seconds
+    deadline = time.time() + grace
     sent = _logged(record, strike, [beacon.rank], f"notice to rank {beacon.rank} ({beacon.role}, pid {beacon.pid})")
     try:
-        write_notice(record.paths, Notice("leave", "chaos", beacon.host, beacon.pid, deadline))
+        write_notice(record.paths, Notice("leave", CHAOS, beacon.host, beacon.pid, deadline))
     except OSError as error:
         raise MmlabError(f"chaos: {record.paths.root} cannot be written: {error.strerror}") from None
     return sent
@@ -120,20 +122,15 @@ def _logged(record: RunRecord, strike: Strike, ranks: list[int], message: str) -
 
 def _flip(record: RunRecord, name: str) -> str:
     """Flip the bits of one byte in the middle of a checkpoint's largest file ("last": the newest one's)."""
-    known = record.checkpoints()
-    if not known:
+    if not record.checkpoints():
         raise CheckpointError(f"chaos corrupt={name}: run {record.id} has no checkpoint yet")
-    newest = max(known, key=lambda row: row["time"])
-    folder = Path((newest if name == "last" else record.find_checkpoint(name=name))["path"])
-    files = (read_json(folder / "manifest.json") or {}).get("files", {})
-    path = max((folder / file for file in files), key=lambda path: path.stat().st_size)
-    place = path.stat().st_size // 2
+    folder = Location(record.find_checkpoint(name="" if name == "last" else name)["path"])
     try:
-        with open(path, "r+b") as file:
-            file.seek(place)
-            (byte,) = file.read(1)
-            file.seek(place)
-            file.write(bytes([byte ^ 0xFF]))
+        sizes = {file: size for file, size in folder.sizes().items() if file != MANIFEST}
+        file = max(sizes, key=lambda file: sizes[file])
+        data = bytearray(folder.read(file))
+        data[len(data) // 2] ^= 0xFF
+        folder.write(file, bytes(data))
     except OSError as error:
-        raise MmlabError(f"chaos: {path} cannot be written: {error.strerror}") from None
-    return f"flipped byte {place} of {path.name} in checkpoint {folder.name}"
+        raise MmlabError(f"chaos: {folder} cannot be written: {error}") from None
+    return f"flipped byte {len(data) // 2} of {file} in checkpoint {folder.name}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -94,7 +95,8 @@ class Saves:
     def _start(self, name: str, periodic: bool, reason: str, wait: bool) -> None:
         here = self.session
         stall = time.perf_counter()
-        self._at("save: stage")
+        at = functools.partial(self._at, here.steering.step)
+        at("save: stage")
         state, frozen = checkpoint.saved_state(here.plan, here.mesh, here.built)
         if self._contents is None:  # what is frozen does not change in a generation
             self._contents = checkpoint.contents(here.mesh, frozen)
@@ -103,7 +105,7 @@ class Saves:
         self._count += 1
         content = checkpoint.Content(state, self._about(here.plan, periodic, reason), frozen, self._contents)
         known = f"{here.lineage}/{self._count}"
-        made = checkpoint.Save(here.mesh, self.checkpoints, name, content, known, self._at, self._done)
+        made = checkpoint.Save(here.mesh, self.checkpoints, name, content, known, at, self._done)
         made.waited, made.step, made.stall = wait, here.steering.step, time.perf_counter() - stall
         self._under_way, self._clock = made, time.monotonic()
         made.start()
@@ -127,10 +129,10 @@ class Saves:
             about = self._about(plan, periodic, "relayout")
             return checkpoint.save(here.plan, here.mesh, here.built, folder, about)
 
-    def _at(self, phase: str) -> None:
-        """A phase of a save begins, in whatever thread: where scripted faults strike."""
+    def _at(self, step: int, phase: str) -> None:
+        """A phase of the save of a step begins, in whatever thread: where scripted faults strike."""
         if self.session.watch.fault is not None:
-            self.session.watch.fault(self.session.steering.step, phase)
+            self.session.watch.fault(step, phase)
 
     def _done(self, made: checkpoint.Save) -> None:
         """A save has ended: say so, and remove what is no longer kept (in the thread that wrote it; rank 0)."""
@@ -150,6 +152,11 @@ class Saves:
                       reason=m["reason"])  # fmt: skip
             keep = here.plan.checkpoint
             self.retention.prune(keep.keep_last, keep.keep_every)
+
+    @property
+    def idle(self) -> bool:
+        """Whether this rank has nothing left to write."""
+        return self._under_way is None or self._under_way.ended
 
     def finish(self, raises: bool = False) -> None:
         """Wait for the save under way; all ranks together. With `raises`, CheckpointError when it has failed."""

@@ -33,6 +33,8 @@ from typing import Any
 import bench_report
 
 TARGET = 224
+TICK = 0.01
+"""Seconds in which the system counts processor time."""
 AHEAD = 2
 """Batches that every loader holds ready: DataLoader's default for each worker, and ours."""
 
@@ -215,7 +217,7 @@ def _timed(work: Callable[[], object], count: int) -> Turn:
     used, began = processor_seconds(), time.perf_counter()
     work()
     seconds = time.perf_counter() - began
-    return Turn(count / seconds, (processor_seconds() - used) / count)
+    return Turn(count / seconds, max(TICK, processor_seconds() - used) / count)
 
 
 def _decode_all(pictures: list[bytes], count: int) -> None:

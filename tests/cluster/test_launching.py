@@ -23,7 +23,7 @@ class Described:
     def __init__(self, hosts, busy=(), blind=(), spot=()):
         self.engines = [EngineInfo(id, 100 + id, 1.0, host, False) for id, host in enumerate(hosts)]
         self.busy, self.blind, self.spot = set(busy), set(blind), set(spot)
-        self.config = SimpleNamespace(worker="w")
+        self.config = SimpleNamespace(worker="w", start_timeout=180.0)
         self.asked, self.gone, self.started, self.killed = 0, set(), [], []
 
     def ensure(self, n):
@@ -46,6 +46,8 @@ class Described:
             return [engine.host in self.spot for engine in team]
         if method == "open_store":
             return [("10.0.0.1", 1234)]
+        if method == "warmed":
+            return [True] * len(team)
         assert method == "start"
         self.started = [(engine.id, job) for engine, (job, _) in zip(team, arguments, strict=True)]
         return [None] * len(team)

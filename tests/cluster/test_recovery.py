@@ -8,9 +8,11 @@ import pytest
 from test_launching import Described, start
 
 from mmlab.cluster import watching
+from mmlab.cluster.elastic import grow_back, shrink
 from mmlab.cluster.engine_info import EngineInfo
-from mmlab.cluster.launching import choose, go_on, take_over
+from mmlab.cluster.launching import Lacking, choose, go_on, take_over
 from mmlab.cluster.watching import watch
+from mmlab.errors import LabError
 from mmlab.messages import Beacon, EventLog, Failure, Inbox, read_events, read_failures, read_json, write_failure
 from mmlab.messages.runs import create_run
 from mmlab.plan import Plan
@@ -145,6 +147,42 @@ def test_a_paused_run_stays_paused(run):
     watch(run, engines)
     go_on(run)
     assert [command.verb for command in Inbox(run.paths.control).pending()] == ["pause"]
+
+
+def test_what_cannot_be_replaced_is_done_without_until_it_is_back(tmp_path):
+    run, engines = make(tmp_path, "cluster.elastic=true"), Described(["a"] * 4)
+    start(run, engines)
+    engines.gone.add(3)
+    watch(run, engines)
+    second = go_on(run)
+    engines.problem = "there is no room"
+    with pytest.raises(Lacking) as lacking:
+        start(second, engines)
+    assert (lacking.value.there, str(lacking.value)) == (3, "there is no room")
+    full = Plan.load(run.paths.plan)
+    assert shrink(second, 3, "there is no room")
+    third = go_on(second)
+    start(third, engines)
+    assert (third.world, Plan.load(run.paths.plan).parallel.vision_dp) == (3, 1)
+    assert Plan.load(run.paths.full_plan) == full
+    assert "going on with 3 of 4 ranks: there is no room" in RunRecord(run.paths.root).status()["reason"]
+    stepped(third, 1)
+    watch(third, engines)
+    (moved,) = events(run, "relayout")
+    assert (moved["changes"], moved["before"], moved["after"]) == ({"parallel.vision_dp": [2, 1]}, 4, 3)
+    assert not shrink(third, 2, "less still")
+    engines.gone.discard(3)
+    grow_back(third, engines, lambda: bool(Inbox(run.paths.control).pending()))
+    (command,) = Inbox(run.paths.control).pending()
+    assert (command.verb, command.args) == ("relayout", {"changes": {"parallel.vision_dp": 2}})
+
+
+def test_a_first_start_waits_for_all_engines(tmp_path):
+    engines = Described(["a"] * 3)
+    engines.problem = "there is no room"
+    with pytest.raises(LabError, match="there is no room") as error:
+        start(make(tmp_path, "cluster.elastic=true"), engines)
+    assert not isinstance(error.value, Lacking)
 
 
 @pytest.fixture

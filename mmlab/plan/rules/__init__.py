@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from mmlab.plan.problems import Problem
 from mmlab.plan.rules import (
+    checkpoints,
     cluster,
     compression,
     data,
@@ -58,6 +59,7 @@ RULES: tuple[Rule, ...] = (
     data.buckets,
     data.token_budget,
     remote.addresses,
+    checkpoints.location,
     cluster.shared_memory,
     cluster.anchors,
     lora.lora_targets,

@@ -17,10 +17,11 @@ IN_THE_EXTRA = ("aiohttp", "s3fs")
 
 
 def addresses(plan: Plan) -> Iterator[Problem]:
-    """Each address that the data are read from has a protocol that fsspec knows, and its package."""
+    """Each address that data are read from, or checkpoints kept at, has a known protocol, and its package is here."""
     data = plan.data
     named = [("data.sources", source) for source in data.sources] or [("data.path", data.path)]
-    for field, address in [*named, ("data.held_out", data.held_out)]:
+    kept = ("checkpoint.location", plan.checkpoint.location)
+    for field, address in [*named, ("data.held_out", data.held_out), kept]:
         kind, mark, rest = address.partition("://")
         if not mark or address.startswith("pipe:"):
             continue
@@ -29,7 +30,7 @@ def addresses(plan: Plan) -> Iterator[Problem]:
             command = 'pip install "mmlab[remote]"' if package in IN_THE_EXTRA else f"pip install {package}"
             yield Problem(field, f"{kind}:// is read by {package}, which is not installed.", Fix(command))
         elif not package and kind.lower() not in _known():
-            near = (difflib.get_close_matches(kind.lower(), PACKAGES) or ["https"])[0]
+            near = (difflib.get_close_matches(kind.lower(), PACKAGES) or ["s3" if field == kept[0] else "https"])[0]
             sources = [near + mark + rest if source == address else source for source in data.sources]
             value = repr(sources).replace("'", '"') if field == "data.sources" else near + mark + rest
             yield Problem(

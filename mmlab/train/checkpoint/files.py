@@ -23,8 +23,8 @@ METADATA = ".metadata"
 class _Noted(io.RawIOBase):
     """A stream that is written through, with its size and checksum."""
 
-    def __init__(self, under: Any, first: Callable[[], None]) -> None:
-        self.under, self._first = under, first
+    def __init__(self, under: Any, first: Callable[[], None], failed: Callable[[OSError], None]) -> None:
+        self.under, self._first, self._failed = under, first, failed
         self.size, self.digest = 0, hashlib.sha256()
 
     def writable(self) -> bool:
@@ -32,7 +32,11 @@ class _Noted(io.RawIOBase):
 
     def write(self, data: Any) -> int:
         first, count = self.size == 0, memoryview(data).nbytes
-        self.under.write(data)
+        try:
+            self.under.write(data)
+        except OSError as error:
+            self._failed(error)
+            raise
         self.digest.update(data)
         self.size += count
         if first:
@@ -62,6 +66,11 @@ class NotedFiles(FileSystemBase):
     def __init__(self, under: Any, stop: threading.Event, begun: Callable[[], None]) -> None:
         self.under, self.stop, self.begun = under, stop, begun
         self.files: dict[str, dict[str, Any]] = {}
+        self.problem: OSError | None = None
+        """What kept a file from being written: torch's serializer says only that a position is not the expected one."""
+
+    def _failed(self, error: OSError) -> None:
+        self.problem = self.problem or error
 
     @contextlib.contextmanager
     def create_stream(self, path: Any, mode: str) -> Iterator[io.IOBase]:
@@ -73,7 +82,7 @@ class NotedFiles(FileSystemBase):
         if self.stop.is_set():
             raise GivenUp
         with self.under.create_stream(path, mode) as stream:
-            noted = _Noted(stream, self.begun)
+            noted = _Noted(stream, self.begun, self._failed)
             yield noted
         self.files[_last(path)] = {"size": noted.size, "sha256": noted.digest.hexdigest()}
 

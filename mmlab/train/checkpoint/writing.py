@@ -168,7 +168,10 @@ class Save:
         out.set_up_storage_writer(self.rank == 0)
 
         def write() -> Any:
-            results = out.write_data(planner.finish_plan(part), planner).wait()
+            try:
+                results = out.write_data(planner.finish_plan(part), planner).wait()
+            except Exception as error:
+                raise noted.problem or error from None
             self.at("save: written")
             return results, noted.files, self.stall
 
