@@ -98,12 +98,15 @@ def test_run_trains_and_writes_results_and_report(start: Callable[..., Started],
     assert len(RunRecord(Path(results["run"])).lineages()) == 2
 
 
-def test_an_interrupt_stops_the_run_at_a_step_and_leaves_no_process(start: Callable[..., Started]) -> None:
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupt_stops_the_run_at_a_step_and_leaves_no_process(
+    start: Callable[..., Started], number: signal.Signals
+) -> None:
     command = start("run", "laptop", "train.steps=5000")
     run_dir = command.run(step=3)
     processes = pids(run_dir)
     assert len(processes) == 3
-    command.process.send_signal(signal.SIGINT)
+    command.process.send_signal(number)
     code, _, err = command.end()
     assert code == 130
     assert "stopping the run" in err

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -130,7 +131,9 @@ def _finish(results: dict[str, Any], json: Path | None) -> None:
 
 @contextmanager
 def _stops_on_interrupt(run: Run) -> Iterator[None]:
-    """An interrupt stops the run at its next step boundary; a second one ends the command at once."""
+    """An interrupt, or SIGTERM (Kubernetes, Slurm), stops the run at its next step boundary, where it saves; a second
+    one ends the command at once."""
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         yield
     except KeyboardInterrupt:
@@ -139,6 +142,8 @@ def _stops_on_interrupt(run: Run) -> Iterator[None]:
             run.stop()
             run.wait(timeout=STOP_TIMEOUT)
         raise
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _lab_text(status: dict[str, Any]) -> str:

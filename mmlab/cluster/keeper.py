@@ -101,7 +101,7 @@ class Keeper:
             self._give_up(run, error)
 
     def _give_up(self, run: ActiveRun, error: Exception) -> None:
-        """Fail a run for something that its keeper cannot handle (a plan.toml that somebody damaged); ranks are freed."""
+        """Fail a run for something that its keeper cannot handle, such as a damaged plan.toml; its ranks are freed."""
         self.log.exception("run %s", run.paths.root)
         first = Failure(0, "rank 0", "start", run.step, "exception", f"{type(error).__name__}: {error}")
         with contextlib.suppress(OSError):

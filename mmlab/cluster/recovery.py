@@ -6,13 +6,15 @@ another engine; so does a hung one that does not come free, and one that fails a
 
 from __future__ import annotations
 
+import contextlib
 import time
+from typing import Any
 
 from mmlab.cluster.engines import Engines
 from mmlab.cluster.launching import ActiveRun, Again, Recovery
 from mmlab.errors import MmlabError
-from mmlab.messages import Failure, claim_report, new_command, read_json, send
-from mmlab.messages.checkpoints import location_of, manifests
+from mmlab.messages import Failure, claim_report, new_command, read_events, read_json, send
+from mmlab.messages.checkpoints import location_of, manifests, newest_first
 from mmlab.messages.moves import falls_back, go_back, read_move, rescue_move
 from mmlab.plan import Plan
 
@@ -41,7 +43,25 @@ def recover(run: ActiveRun, engines: Engines, first: Failure) -> None:
     run.history.append(found)
     run.recovering = found
     run.emit("recovery", done=False, restore=restore, **_about(run, found, run.generation + 1))
+    _set_again(run)
     run.again = Again(restore, f"recovering ({found.attempt} of {most}): {first.sentence()}")
+
+
+def _set_again(run: ActiveRun) -> None:
+    """Leave what was set since the newest checkpoint for the next generation, which begins with that one's values."""
+    with contextlib.suppress(MmlabError, OSError):
+        events = read_events(run.paths.events)[0]
+        location = location_of(run.paths, Plan.load(run.paths.plan).checkpoint.location)
+        found = newest_first(manifests(location), events)
+        since = found[0][1]["step"] if found else 0
+        values: dict[str, Any] = {}
+        for event in events:
+            if event["kind"] in ("restore", "relayout"):  # what was set before is given up, or in the plan
+                values = {}
+            elif event["kind"] == "command" and event["verb"] == "set" and event["ok"] and event["step"] >= since:
+                values |= event["args"]["values"]
+        if values:
+            send(run.paths.control, new_command("set", {"values": values}, source="recovery"))
 
 
 def has_checkpoint(run: ActiveRun) -> bool:

@@ -114,11 +114,6 @@ class Location:
             system.pipe_file(f"{path}/{name}", data)
 
     def put(self, file: Path) -> None:
-        """Copy a local file into this folder, under its own name."""
-        with self._elsewhere() as (system, path):
-            system.put_file(str(file), f"{path}/{file.name}")
-
-    def put(self, file: Path) -> None:
         """Copy a file of this machine into this folder, which is elsewhere, under its own name."""
         with self._elsewhere() as (system, path):
             system.put_file(str(file), f"{path}/{file.name}")

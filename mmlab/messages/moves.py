@@ -7,13 +7,11 @@ among the run's checkpoints.
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import os
 import shutil
 import socket
 import tempfile
-import tomllib
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -21,9 +19,7 @@ from typing import Any
 import psutil
 
 from mmlab.messages.checkpoints import MANIFEST, kept_at
-from mmlab.messages.checkpoints import MANIFEST, location_of
 from mmlab.messages.files import RunPaths, read_json, write_atomic, write_json
-from mmlab.messages.locations import Location
 from mmlab.messages.locations import Location
 
 ROOM = 1.25
@@ -144,7 +140,7 @@ def rescue_move(paths: RunPaths) -> str:
     if move is None:
         forget_move(paths)  # a rank that died while the state was written has left a part of it in memory
         return ""
-    source, target = Path(move.folder), location_of(paths, _location(paths)) / move.name
+    source, target = Path(move.folder), kept_at(paths) / move.name
     reached = bool(move.folder) and (not move.memory or move.host == socket.gethostname())
     lies_there = target.local is not None and target.local.exists() and target.local.samefile(source)
     if reached and (source / MANIFEST).is_file() and not lies_there:
@@ -155,22 +151,12 @@ def rescue_move(paths: RunPaths) -> str:
     return move.name if MANIFEST in target.sizes() else ""
 
 
-def _location(paths: RunPaths) -> str:
-    """`checkpoint.location` of a run's plan."""
-    try:
-        return str(tomllib.loads(paths.plan.read_text()).get("checkpoint", {}).get("location", ""))
-    except (FileNotFoundError, ValueError):
-        return ""
-
-
 def _bring(source: Path, target: Location) -> None:
     """Copy a state to where the run's checkpoints lie; it is there when its manifest is."""
     target.make()
     if target.local is None:
-        for file in source.iterdir():
-            if file.name != MANIFEST:
-                target.put(file)
-        target.put(source / MANIFEST)
+        for file in sorted(source.iterdir(), key=lambda file: file.name == MANIFEST):
+            target.put(file)
         return
     copy = target.local.with_name(f".{target.name}.partial")
     shutil.rmtree(copy, ignore_errors=True)

@@ -273,3 +273,19 @@ def test_a_first_step_and_a_pause_are_no_hang(hanging):
     say(run, "paused")
     assert after(1e6) == set()
     assert after(1e6) == set()
+
+
+def test_what_was_set_since_the_newest_checkpoint_is_set_again(run):
+    engines = Described(["a"] * 4)
+    start(run, engines)
+    (run.paths.checkpoints / "step-3").mkdir()
+    manifest = {"name": "step-3", "step": 3, "time": 1, "lineage": ""}
+    (run.paths.checkpoints / "step-3" / "manifest.json").write_text(json.dumps(manifest))
+    log = EventLog(run.paths.events)
+    for step, key, ok in ((2, "a", True), (3, "b", True), (4, "c", False), (5, "b", True)):
+        log.emit("command", verb="set", args={"values": {key: step}}, ok=ok, step=step)
+    log.close()
+    fail(run, 1)
+    watch(run, engines)
+    (command,) = Inbox(run.paths.control).pending()
+    assert (command.verb, command.args, command.source) == ("set", {"values": {"b": 5}}, "recovery")

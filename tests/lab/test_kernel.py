@@ -13,7 +13,7 @@ from mmlab.messages import read_json
 SETUP = """
 import mmlab
 lab = mmlab.Lab.attach({lab!r})
-plan = mmlab.Plan.preset("laptop").with_("train.steps=100000", {{"name": "fake"}})
+plan = mmlab.Plan.preset("laptop").with_("train.steps=100000", "cluster.max_recoveries=0", {{"name": "fake"}})
 """
 
 
