@@ -146,6 +146,8 @@ def with_changes(plan: P, changes: Iterable[str | Mapping[str, Any]]) -> P:
     """A copy of the plan with overrides applied in order: `key=value` texts or (nested or dotted) mappings."""
     data = plan.model_dump()
     for change in changes:
+        if not isinstance(change, str | Mapping):
+            raise PlanError(f'a change to a plan is "parallel.tp=2" or {{"parallel.tp": 2}}, not {change!r}')
         items = [parse_override(change)] if isinstance(change, str) else list(change.items())
         for name, value in flatten(dict(items)):
             *path, leaf = name.split(".")

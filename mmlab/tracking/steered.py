@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from mmlab.errors import MmlabError
@@ -88,7 +89,7 @@ class Steered:
         """Save at the next step boundary; kept until it is deleted by hand."""
         return self._send("checkpoint", **({"name": name} if name else {}))
 
-    def relayout(self, plan: Plan | str | Mapping[str, Any], *changes: str | Mapping[str, Any]) -> Sent:
+    def relayout(self, plan: Plan | str | Path | Mapping[str, Any], *changes: str | Mapping[str, Any]) -> Sent:
         """Go on in another layout from the next step boundary: on the living engines, with weights, optimizer state and
         data position as they are, through memory where they fit.
 
@@ -125,11 +126,11 @@ class Steered:
         return False
 
     def _relaid(
-        self, plan: Plan | str | Mapping[str, Any], *changes: str | Mapping[str, Any]
+        self, plan: Plan | str | Path | Mapping[str, Any], *changes: str | Mapping[str, Any]
     ) -> tuple[dict[str, Any], Plan]:
         """What these make otherwise in the plan as it is now, by dotted key, and the plan that they lead to."""
         live = self._record.live_plan()
-        if isinstance(plan, Plan) or (isinstance(plan, str) and "=" not in plan):
+        if isinstance(plan, Plan | Path) or (isinstance(plan, str) and "=" not in plan):
             whole = plan if isinstance(plan, Plan) else Plan.load(plan)
             values = differences(self._record.plan, whole.with_(*changes))
         else:

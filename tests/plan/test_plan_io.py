@@ -149,6 +149,8 @@ def test_later_overrides_win():
         ("parallel.schedule=zigzag", ["parallel.schedule", "gpipe, 1f1b"]),
         ({"parallel.tp": None}, ["parallel.tp", "whole number"]),
         ({"parallel": {"tp": [2]}}, ["parallel.tp", "whole number"]),
+        (None, ["a change to a plan is", "None"]),
+        (["parallel.tp=2"], ["a change to a plan is", "['parallel.tp=2']"]),
     ],
 )
 def test_bad_overrides_get_one_readable_line(override, parts):
