@@ -1,7 +1,7 @@
 """`Lab` and `Run`: the one set of verbs. Everything here reads files and leaves requests; nothing computes.
 
-One exception to the layers: a run shows itself through `mmlab.ui`, which lies above, so that module is loaded by name
-when a run is first shown (`Run.snapshot`, `_teach_shell`). Static imports still point down only.
+One exception to the layers: a shell is taught to show runs by `mmlab.ui`, which lies above, so that module is loaded by
+name (as in `mmlab.shown`). Static imports still point down only.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from mmlab.messages import Command, read_json
 from mmlab.messages.moves import rescue_move
 from mmlab.messages.runs import create_run, runs_root
 from mmlab.plan import Plan, check_platform
+from mmlab.shown import Shown
 from mmlab.tracking.bottleneck import Bottleneck
 from mmlab.tracking.compression import CompressionTable
 from mmlab.tracking.doctor import Diagnosis, diagnose
@@ -45,7 +46,7 @@ STOP = 30.0
 """Seconds that an unfinished run gets to stop when a `with` block ends, before its lab is closed."""
 
 
-class Run(Steered):
+class Run(Shown, Steered):
     """A run: looks at it and steers it, live or not, from any process that sees its folder."""
 
     def __init__(self, run_dir: str | Path, lab: Lab | None = None) -> None:
@@ -143,10 +144,6 @@ class Run(Steered):
         Looks from outside and takes a second or two; for live runs, also when the kernel that started them is dead.
         """
         return diagnose(self._record)
-
-    def snapshot(self) -> Any:
-        """A still picture of the run: shows as an image in a notebook, as text elsewhere."""
-        return importlib.import_module("mmlab.ui.snapshot").snapshot(self)
 
     def __repr__(self) -> str:
         status = self.status()

@@ -1,37 +1,67 @@
-"""Teaching an IPython shell to show runs. Light: dashboard and widgets load when a run is first shown."""
+"""The faces of runs in one process: which views there are, and a shell that shows a run as its dashboard.
+
+Light: dashboard and widgets load when something is first shown.
+"""
 
 from __future__ import annotations
 
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mmlab.messages import ENDED
 
 if TYPE_CHECKING:
-    from mmlab.ui.dashboard import Dashboard
+    from mmlab.ui.part import Part
+    from mmlab.ui.source import RunSource
 
 RUN_CLASS = ("mmlab.lab", "Run")
 
 
 class Faces:
-    """Shows runs in one shell: one dashboard for each live run, however often it is displayed."""
+    """Shows runs: one view of each kind for each run, however often it is displayed."""
 
     def __init__(self) -> None:
-        self._dashboards: dict[Path, Dashboard] = {}
+        self._sources: dict[Path, RunSource] = {}
+        self._parts: dict[tuple[Path, str], Part] = {}
 
     def show(self, run: Any) -> None:
         """Display a run in the current cell: the dashboard of a live one, the picture of one that has ended."""
-        from mmlab.ui.dashboard import Dashboard, publish
+        from mmlab.ui.dashboard import Dashboard
+        from mmlab.ui.part import publish
         from mmlab.ui.snapshot import snapshot
 
-        path = Path(run.dir)
-        known = self._dashboards.get(path)
+        key = (Path(run.dir), "dashboard")
+        known = self._parts.get(key)
         if known is None or known.over:
             if run.status()["state"] in ENDED:
                 publish(*snapshot(run).bundle())
                 return
-            self._dashboards[path] = known = Dashboard(run, path)
+            self._parts[key] = known = Dashboard(run, run.dir, source=self._source(run))
         known.show()
+
+    def part(self, run: Any, name: str) -> Part:
+        """A part of a run's dashboard that stands alone (a name of `dashboard.PARTS`)."""
+        from mmlab.ui.dashboard import part
+
+        key = (Path(run.dir), name)
+        if key not in self._parts or self._parts[key].over:
+            self._parts[key] = part(self._source(run), name)
+        return self._parts[key]
+
+    def _source(self, run: Any) -> RunSource:
+        from mmlab.ui.source import RunSource
+
+        path = Path(run.dir)
+        if path not in self._sources:
+            self._sources[path] = RunSource(run, path)
+        return self._sources[path]
+
+
+@cache
+def faces() -> Faces:
+    """Those of this process."""
+    return Faces()
 
 
 def install(shell: Any) -> None:
@@ -39,4 +69,4 @@ def install(shell: Any) -> None:
     formatter = shell.display_formatter.ipython_display_formatter
     known = {(cls.__module__, cls.__name__) for cls in formatter.type_printers}
     if RUN_CLASS not in known and RUN_CLASS not in formatter.deferred_printers:
-        formatter.for_type_by_name(*RUN_CLASS, Faces().show)
+        formatter.for_type_by_name(*RUN_CLASS, faces().show)

@@ -125,7 +125,7 @@ def watch_run(run_dir):
     print("watching", flush=True)
     parent = os.getppid()
     while os.getppid() == parent:
-        dashboard.board._handle_custom_msg({"kind": "here"}, [])
+        dashboard.view._handle_custom_msg({"kind": "here"}, [])
         time.sleep(5)
 
 

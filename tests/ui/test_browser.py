@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import shutil
 import socket
 import subprocess
 import sys
@@ -15,7 +14,9 @@ from pathlib import Path
 
 import nbformat
 import pytest
-from playwright.sync_api import Page, expect, sync_playwright
+from playwright.sync_api import Page, expect
+
+from ui.stage import browser_page
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 BOARD = ".mm-board"
@@ -74,12 +75,8 @@ def server(tmp_path: Path) -> Iterator[Callable[..., str]]:
 
 @pytest.fixture
 def page() -> Iterator[Page]:
-    """A page of the installed Chromium (else of Playwright's own)."""
-    path = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
-    with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=path, args=["--no-sandbox", "--disable-gpu"])
-        yield browser.new_page(viewport={"width": 1600, "height": 1100})
-        browser.close()
+    with browser_page(1600, 1100) as page:
+        yield page
 
 
 def show(page: Page, address: str, folder: Path, live: Path) -> None:
@@ -96,7 +93,7 @@ def show(page: Page, address: str, folder: Path, live: Path) -> None:
 
 def step_of(page: Page) -> int:
     """The step that the board shows; -1 while it has no data (a page that was just loaded)."""
-    text = page.locator(f"{BOARD} .mm-head").inner_text()
+    text = page.locator(f"{BOARD} .mm-line").inner_text()
     found = re.search(r"step ([\d,]+|–) of", text)
     assert found, text
     return -1 if found[1] == "–" else int(found[1].replace(",", ""))

@@ -11,26 +11,31 @@ from typing import Any
 import pytest
 
 from mmlab.errors import PlanError
-from mmlab.ui import dashboard as dashboards
-from mmlab.ui.charts import Board
-from mmlab.ui.controls import Controls
+from mmlab.ui import part as dashboards
 from mmlab.ui.dashboard import Dashboard
+from mmlab.ui.panels.controls import Controls
 from mmlab.ui.shell import Faces, install
+from mmlab.ui.source import RunSource
+from mmlab.ui.view import View
 from ui.synthetic import InboxRun, SyntheticRun
 
 
 class Screen:
-    """What a front end would have got: messages of boards, and the outputs of cells by display id."""
+    """What a front end would have got: messages of views, and the outputs of cells by display id."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.messages: list[dict[str, Any]] = []
+        self.replies: dict[str, dict[str, Any]] = {}
         self.times: list[float] = []
         self.outputs: dict[str, dict[str, Any]] = {}
         self.published = 0
-        monkeypatch.setattr(Board, "send", lambda _, content, buffers=None: self.take(content, buffers))
+        monkeypatch.setattr(View, "send", lambda _, content, buffers=None: self.take(content, buffers))
         monkeypatch.setattr(dashboards, "publish", self.publish)
 
     def take(self, content: dict[str, Any], buffers: list[bytes]) -> None:
+        if content["kind"] == "reply":
+            self.replies[content["token"]] = content
+            return
         assert len(buffers) == 2 * len(content["curves"])
         self.messages.append(content)
         self.times.append(time.monotonic())
@@ -40,11 +45,12 @@ class Screen:
         self.outputs[display_id] = data
         self.published += 1
 
-    def frame(self) -> dict[str, Any]:
-        """The frame as a view that got all messages would have it."""
+    def frame(self, panel: str = "head") -> dict[str, Any]:
+        """A panel's frame as a page that got all messages would have it."""
         frame: dict[str, Any] = {}
         for message in self.messages:
-            frame = message["frame"] if message["kind"] == "history" else frame | message["frame"]
+            new = message["frames"].get(panel, {})
+            frame = new if message["kind"] == "history" else frame | new
         return frame
 
 
@@ -66,7 +72,7 @@ def shown(started: SyntheticRun, screen: Screen) -> Iterator[Dashboard]:
 
 
 def say(dashboard: Dashboard, **message: Any) -> None:
-    dashboard._heard(dashboard.board, message, [])
+    dashboard._heard(dashboard.view, message, [])
 
 
 def until(condition: Callable[[], Any], seconds: float = 10.0) -> None:
@@ -90,11 +96,11 @@ def test_a_view_gets_history_then_increments(shown: Dashboard, screen: Screen, s
     assert {message["kind"] for message in screen.messages[1:]} == {"tick"}
     assert sum(dict(message["curves"]).get("loss", 0) for message in screen.messages[1:]) == 3
     frame = screen.frame()
-    assert frame["phases"]["roles"][0] == "vision 0"
-    assert len(frame["phases"]["rows"]) == 6
+    assert screen.frame("phases")["roles"][0] == "vision 0"
+    assert len(screen.frame("phases")["rows"]) == 6
     assert frame["compression"] == "compressed gradients: vision powersgd, 18 times fewer bytes"
     assert frame["data"] == "4 ms, 2 ahead"
-    assert frame["rates"]["language"]["now"] == pytest.approx(1e-3 * (1 - 8 / 1000))
+    assert screen.frame("controls")["rates"]["language"]["now"] == pytest.approx(1e-3 * (1 - 8 / 1000))
 
 
 def test_a_reloaded_page_gets_the_history_again(shown: Dashboard, screen: Screen) -> None:
@@ -110,8 +116,9 @@ def test_messages_belong_to_the_cell_that_made_the_dashboard(
     parent: ContextVar[str] = ContextVar("parent")
     parent.set("the cell")
     seen: list[str] = []
-    monkeypatch.setattr(Board, "send", lambda *_, **__: seen.append(parent.get()))
+    monkeypatch.setattr(View, "send", lambda *_, **__: seen.append(parent.get()))
     dashboard = Dashboard(InboxRun(started.dir), started.dir, period=0.02)
+    assert dashboard.view
     until(lambda: seen)
     dashboard.close()
     assert seen[0] == "the cell"
@@ -177,31 +184,36 @@ def test_buttons_send_commands_and_show_the_answer(
     shown: Dashboard, screen: Screen, started: SyntheticRun, verb: str, args: dict[str, Any], expected: dict[str, Any]
 ) -> None:
     thread = threading.Thread(
-        target=say, args=(shown,), kwargs={"kind": "command", "token": "t", "verb": verb, "args": args}
+        target=say, args=(shown,), kwargs={"kind": "ask", "token": "t", "panel": "controls", "verb": verb, "args": args}
     )
     thread.start()
     thread.join(2)
     assert not thread.is_alive()
-    until(lambda: screen.frame()["waiting"])
-    assert screen.frame()["heard"][-1]["refusal"] == ""
+    until(lambda: screen.frame("controls")["waiting"])
+    assert "refusal" not in screen.replies["t"]
     assert started.answer() == [verb]
-    until(lambda: screen.frame()["acked"] and not screen.frame()["waiting"])
-    assert "applied after step 5 on 6 ranks" in screen.frame()["acked"]["text"]
-    command = next(event for event in shown.feed.recent if event["kind"] == "command")
+    until(lambda: screen.frame("controls")["acked"] and not screen.frame("controls")["waiting"])
+    assert "applied after step 5 on 6 ranks" in screen.frame("controls")["acked"]["text"]
+    command = next(event for event in shown.source.feed.recent if event["kind"] == "command")
     assert command["args"] == expected
 
 
-def test_a_refused_command_is_told_to_the_view(started: SyntheticRun) -> None:
+def test_a_refused_command_is_told_to_the_view(started: SyntheticRun, screen: Screen) -> None:
     class Refusing(InboxRun):
         def set(self, key: str, value: Any) -> None:
             raise PlanError("train.language.lr must be at least 0")
 
-    controls = Controls(Refusing(started.dir), started.dir)
-    controls.handle({"token": "a", "verb": "set", "args": {"key": "train.language.lr", "value": -1}})
-    controls.handle({"token": "b", "verb": "explode", "args": {}})
-    refusals = {entry["token"]: entry["refusal"] for entry in controls.heard()}
-    assert refusals == {"a": "train.language.lr must be at least 0", "b": "unknown command 'explode'"}
-    assert controls.waiting() == []
+    dashboard = Dashboard(Refusing(started.dir), started.dir, period=0.02)
+    args = {"key": "train.language.lr", "value": -1}
+    say(dashboard, kind="ask", token="a", panel="controls", verb="set", args=args)
+    say(dashboard, kind="ask", token="b", panel="controls", verb="explode", args={})
+    say(dashboard, kind="ask", token="c", panel="nowhere", verb="pause")
+    refusals = {token: reply["refusal"] for token, reply in screen.replies.items()}
+    assert refusals == {
+        "a": "train.language.lr must be at least 0", "b": "unknown command 'explode'", "c": "no panel 'nowhere'",
+    }  # fmt: skip
+    assert Controls(RunSource(InboxRun(started.dir), started.dir)).waiting() == []
+    dashboard.close()
 
 
 class Shell:

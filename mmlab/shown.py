@@ -1,0 +1,31 @@
+"""What a run shows of itself: views in a notebook, text in a terminal.
+
+One exception to the layers: views lie above, in `mmlab.ui`, which is loaded by name when one is first asked for.
+Static imports still point down only.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+
+class Shown:
+    """The views of a run. Last in a cell they are live, elsewhere they print as text."""
+
+    def _part(self, name: str) -> Any:
+        return importlib.import_module("mmlab.ui.shell").faces().part(self, name)
+
+    def snapshot(self) -> Any:
+        """A still picture of the run: shows as an image in a notebook, as text elsewhere."""
+        return importlib.import_module("mmlab.ui.snapshot").snapshot(self)
+
+    @property
+    def charts(self) -> Any:
+        """Loss and throughput by step."""
+        return self._part("charts")
+
+    @property
+    def controls(self) -> Any:
+        """Buttons that steer the run, and what all ranks acked."""
+        return self._part("controls")

@@ -1,0 +1,242 @@
+"""Panels in a cell: the live view, and what stays when the notebook is saved.
+
+A background thread looks and feeds the view, so cells, training and views never wait
+for one another.
+"""
+
+from __future__ import annotations
+
+import contextvars
+import threading
+import time
+from collections.abc import Iterable, Sequence
+from functools import partial
+from typing import Any
+from uuid import uuid4
+
+from mmlab.errors import MmlabError
+from mmlab.ui.panel import Panel
+from mmlab.ui.series import Series
+from mmlab.ui.source import Source
+from mmlab.ui.view import View
+
+PERIOD = 0.2
+"""Seconds between messages to the view: five a second, of the ten that the server bears."""
+UNSEEN_PERIOD = 2.0
+"""Seconds between messages when no page has been heard of: a server keeps messages for closed browsers."""
+SEEN_FOR = 30.0
+"""Seconds for which a page counts as there (pages tell every ten, unless a cell keeps the kernel busy)."""
+
+
+class Part:
+    """Some panels of one source as one object: last in a cell it shows them live, in a terminal as text.
+
+    `view` is the widget, made when first shown. `close()` ends the thread and leaves a still picture.
+    """
+
+    def __init__(
+        self,
+        source: Source,
+        panels: Sequence[Panel],
+        label: str,
+        arrangement: str = "stack",
+        shown: Iterable[str] | None = None,
+        period: float = PERIOD,
+    ) -> None:
+        self.source = source
+        self.panels = {panel.name: panel for panel in panels}
+        self._label, self._arrangement = label, arrangement
+        self._shown = set(self.panels if shown is None else shown)
+        self._period = period
+        self._view: View | None = None
+        self._frames: dict[str, tuple[float, dict[str, Any]]] = {}
+        self._cuts = 0
+        self._want_history = threading.Event()
+        self._want_history.set()
+        self._seen = time.monotonic()
+        self._displays: list[str] = []
+        self._shown_state = ""
+        self._end = threading.Event()
+        self._lock = threading.RLock()
+        self._thread: threading.Thread | None = None
+
+    @property
+    def view(self) -> View:
+        """The widget; making it starts the thread that feeds it."""
+        with self._lock:
+            if self._view is None:
+                self._view = View(self.panels, self._label, self._arrangement)
+                self._view.on_msg(self._heard)
+                self._look()
+                self._shown_state = self.source.state if self.source.ended else ""  # shown after the end: stays live
+                # In the context of the cell: ipykernel 7.4 routes what pages send to the subshell of the request that
+                # the kernel's last message to them names as its parent. Without a context that is whatever request
+                # came last, after a page reload one of a deleted subshell, and then every button is dead.
+                work = contextvars.copy_context().run
+                self._thread = threading.Thread(target=work, args=(self._work,), name="mmlab view", daemon=True)
+                self._thread.start()
+            return self._view
+
+    @property
+    def lasting(self) -> bool:
+        """Whether it stays live after the source's end."""
+        return any(panel.lasting for panel in self.panels.values())
+
+    @property
+    def over(self) -> bool:
+        """Whether the view is closed, so that nothing will change."""
+        return self._end.is_set()
+
+    def close(self) -> None:
+        """End the thread; cells keep a still picture."""
+        with self._lock:
+            if not self._end.is_set():
+                self._finish()
+        if self._thread is not None and threading.current_thread() is not self._thread:
+            self._thread.join(5)
+
+    def show(self) -> None:
+        """Display in the current cell. Returns at once."""
+        display_id = uuid4().hex
+        with self._lock:
+            data, metadata = self.bundle()
+            publish(data, metadata, display_id)
+            self._displays.append(display_id)
+
+    def _ipython_display_(self) -> None:
+        self.show()
+
+    def __repr__(self) -> str:
+        with self._lock, self.source.lock:
+            if self._thread is None:
+                self._look()
+            return "\n\n".join(panel.text() for panel in self.panels.values())
+
+    def bundle(self) -> tuple[dict[str, Any], dict[str, Any]]:
+        """What a cell holds: a still picture, with the live view unless that is closed; and the metadata."""
+        if self.over:
+            return self.still()
+        shown = self.view._repr_mimebundle_()  # the first time it looks, so before the picture
+        data, metadata = self.still()
+        widget = shown[0] if isinstance(shown, tuple) else shown
+        data |= {key: value for key, value in (widget or {}).items() if "widget-view" in key}
+        return data, metadata
+
+    def still(self) -> tuple[dict[str, Any], dict[str, Any]]:
+        """The panels as HTML and text."""
+        with self.source.lock:
+            html = "\n".join(panel.html() for panel in self.panels.values())
+        return {"text/html": html, "text/plain": repr(self)}, {}
+
+    def _heard(self, _: Any, message: dict[str, Any], __: Any) -> None:
+        """A message of a page, on whichever thread the kernel chooses."""
+        self._seen = time.monotonic()
+        kind = message.get("kind")
+        if "shown" in message:
+            self._shown = {name for name in message["shown"] if name in self.panels}
+        if kind == "hello":
+            self._want_history.set()
+        elif kind == "ask":
+            panel = self.panels.get(str(message.get("panel")))
+            if panel is not None and message.get("verb") in panel.slow:
+                answer = partial(contextvars.copy_context().run, self._answer, message)
+                threading.Thread(target=answer, name="mmlab view asks", daemon=True).start()
+            else:
+                self._answer(message)
+
+    def _answer(self, message: dict[str, Any]) -> None:
+        """Have a panel carry out a request. Refusals go to the page, never into the comm channel."""
+        panel = self.panels.get(str(message.get("panel")))
+        reply: dict[str, Any] = {"kind": "reply", "token": message.get("token")}
+        try:
+            if panel is None:
+                raise ValueError(f"no panel {message.get('panel')!r}")
+            reply["value"] = panel.handle(str(message.get("verb")), dict(message.get("args") or {}))
+        except (MmlabError, ValueError, TypeError, KeyError, OSError) as error:
+            reply["refusal"] = str(error)
+        if self._view is not None:
+            self._view.send(reply)
+
+    def _work(self) -> None:
+        sent = 0.0
+        while not self._end.wait(self._period):
+            with self._lock:
+                if self._end.is_set():
+                    return
+                self._look()  # often, also unseen: a saved notebook is to show the end, and may be saved right after it
+                if self.source.ended or time.monotonic() - sent >= self._pause():
+                    sent = time.monotonic()
+                    self._send()
+                self._renew()
+
+    def _pause(self) -> float:
+        return self._period if time.monotonic() - self._seen < SEEN_FOR else max(self._period, UNSEEN_PERIOD)
+
+    def _look(self) -> None:
+        self.source.look()
+
+    def frames(self) -> dict[str, dict[str, Any]]:
+        """What the panels in sight show now, each renewed at its own pace."""
+        now = time.monotonic()
+        with self.source.lock:
+            for name, panel in self.panels.items():
+                made, _ = self._frames.get(name, (float("-inf"), {}))
+                if name in self._shown and now - made >= panel.every:
+                    self._frames[name] = (now, panel.frame())
+        return {name: frame for name, (_, frame) in self._frames.items()}
+
+    def _send(self) -> None:
+        """One message to all pages, at most: the history where one asked for it or the run went back."""
+        assert self._view is not None
+        frames = self.frames()
+        points: dict[str, Any] = {}
+        with self.source.lock:
+            for panel in self.panels.values():
+                new = panel.points()
+                if new is None:
+                    self._want_history.set()
+                else:
+                    points |= new
+            if self._want_history.is_set() or self.source.cuts != self._cuts:
+                self._want_history.clear()
+                self._cuts = self.source.cuts
+                curves: dict[str, Series] = {}
+                for panel in self.panels.values():
+                    curves |= panel.curves()
+                self._view.send_history(frames, curves)
+            else:
+                self._view.send_tick(frames, points)
+
+    def _renew(self) -> None:
+        """Replace what the cells hold when the source pauses or ends, so that a saved notebook shows that."""
+        state = self.source.state
+        if state == self._shown_state:
+            return
+        self._shown_state = state
+        if self.source.ended and not self.lasting:
+            self._finish()
+        elif state == "paused" or self.source.ended:
+            self._replace()
+
+    def _finish(self) -> None:
+        self._end.set()
+        self._replace()
+        for panel in self.panels.values():
+            panel.close()
+        if self._view is not None:
+            self._view.close()
+
+    def _replace(self) -> None:
+        data, metadata = self.bundle()
+        for display_id in self._displays:
+            # Outside the cell's context: nbclient takes updates only from the request that runs just now, and
+            # JupyterLab finds the output by its display id whatever the request.
+            contextvars.Context().run(publish, data, metadata, display_id, True)
+
+
+def publish(data: dict[str, Any], metadata: dict[str, Any], display_id: str = "", update: bool = False) -> None:
+    """Put a bundle into the current cell's output, or replace it wherever the display id stands."""
+    from IPython.display import publish_display_data
+
+    transient = {"display_id": display_id} if display_id else {}
+    publish_display_data(data, metadata, transient=transient, update=update)

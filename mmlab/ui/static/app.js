@@ -1,0 +1,114 @@
+/* Mounts a view's panels: stacked, or as the board with tabs for what is not always in sight. */
+const ALWAYS = ["head", "controls"];
+const OVERVIEW = ["charts", "phases", "events"];
+
+class App {
+  constructor(store, el) {
+    this.store = store;
+    const { label, arrangement, panels } = store.layout;
+    this.root = make("div", { class: "mm-board", role: "region", "aria-label": t(label) });
+    this.panels = Object.fromEntries(panels.map((name) => [name, new PANELS[name](store, name)]));
+    this.notice = make("p", { class: "mm-notice", role: "status" });
+    this.root.append(this.notice);
+    if (arrangement === "board") this.board(panels); else this.stack(panels);
+    el.append(this.root);
+    this.listen();
+  }
+
+  stack(panels) { this.sight = panels; this.root.append(...panels.map((name) => this.panels[name].node)); }
+
+  board(panels) {
+    const there = (names) => names.filter((name) => panels.includes(name));
+    const others = panels.filter((name) => !ALWAYS.includes(name) && !OVERVIEW.includes(name));
+    this.root.append(...there(ALWAYS).map((name) => this.panels[name].node));
+    const overview = make("div", { class: "mm-grid" }, ...there(OVERVIEW).map((name) => this.panels[name].node));
+    if (!others.length) { this.sight = panels; this.root.append(overview); return; }
+    const pages = [[t("Overview"), there(OVERVIEW), overview], ...others.map((name) => [t(PANELS[name].title), [name], this.panels[name].node])];
+    const key = `mm-${Math.random().toString(36).slice(2)}`;
+    this.tabs = pages.map(([title], index) => make("button", { type: "button", role: "tab", id: `${key}-tab-${index}`, "aria-controls": `${key}-page-${index}`,
+      onclick: () => this.turn(index), onkeydown: (event) => this.arrow(event, index) }, title));
+    this.pages = pages.map(([, names, node], index) => ({ names, node: make("div", { role: "tabpanel", id: `${key}-page-${index}`, "aria-labelledby": `${key}-tab-${index}`, class: "mm-page" }, node) }));
+    this.root.append(make("div", { class: "mm-tabs", role: "tablist", "aria-label": t("Parts of the dashboard") }, ...this.tabs), ...this.pages.map((page) => page.node));
+    this.always = there(ALWAYS);
+    this.turn(this.store.tab ?? 0, false);
+  }
+
+  arrow(event, index) {
+    const to = { ArrowRight: index + 1, ArrowLeft: index - 1, Home: 0, End: this.tabs.length - 1 }[event.key];
+    if (to === undefined) return;
+    event.preventDefault();
+    event.stopPropagation();
+    const next = (to + this.tabs.length) % this.tabs.length;
+    this.turn(next);
+    this.tabs[next].focus();
+  }
+
+  turn(index, tell = true) {
+    this.store.tab = index;
+    this.tabs.forEach((tab, each) => { tab.setAttribute("aria-selected", each === index); tab.tabIndex = each === index ? 0 : -1; });
+    this.pages.forEach((page, each) => { page.node.hidden = each !== index; });
+    this.sight = [...this.always, ...this.pages[index].names];
+    if (!tell) return;
+    this.store.here();
+    this.restyle();
+    this.update(this.store.frames, true);
+  }
+
+  shown() { return this.sight; }
+
+  listen() {
+    this.sizes = new ResizeObserver(() => {
+      if (!this.root.clientWidth) return;
+      if (!this.styled) this.restyle();
+      this.each((panel) => panel.resize());
+    });
+    this.sizes.observe(this.root);
+    this.themes = new MutationObserver(() => this.restyle());
+    this.themes.observe(document.body, { attributes: true, attributeFilter: ["data-jp-theme-light", "data-jp-theme-name", "class"] });
+    this.timer = setInterval(() => this.store.here(), HERE_EVERY);
+    this.store.views.add(this);
+    this.store.here();
+    if (Object.keys(this.store.frames).length) this.update(this.store.frames, true);
+    else this.silence = setTimeout(() => this.silent(), BUSY_AFTER);
+  }
+
+  silent() { // no kernel, or one that runs a cell
+    const still = this.store.model.get("still");
+    put(this.notice, still ? t("No kernel answers; this is how it stood last.") : t("no data from the kernel yet; it answers after the cell that it is running"));
+    if (still) { this.still = make("div", { class: "mm-still" }); this.still.innerHTML = still; this.notice.after(this.still); }
+  }
+
+  each(action) { for (const name of this.sight) action(this.panels[name], name); }
+
+  update(changed, curves) {
+    if (this.silence) { clearTimeout(this.silence); this.silence = null; put(this.notice, ""); this.still?.remove(); }
+    this.each((panel, name) => { if (changed[name] || curves) panel.update(changed[name] ?? {}, curves); });
+  }
+
+  restyle() {
+    const [r, g, b] = (getComputedStyle(this.root).backgroundColor.match(/[\d.]+/g) ?? [255, 255, 255]).map(Number);
+    this.root.classList.toggle("mm-dark", 0.3 * r + 0.59 * g + 0.11 * b < 128);
+    if (!this.root.clientWidth) return;
+    this.styled = true;
+    const style = getComputedStyle(this.root);
+    this.each((panel) => panel.restyle(style));
+  }
+
+  dispose() {
+    this.store.views.delete(this);
+    this.sizes.disconnect();
+    this.themes.disconnect();
+    clearInterval(this.timer);
+    clearTimeout(this.silence);
+    Object.values(this.panels).forEach((panel) => panel.dispose());
+  }
+}
+
+function mount(store, el, style) {
+  speak(store.model.get("language") || document.documentElement.lang);
+  el.append(make("style", {}, style));
+  const app = new App(store, el);
+  return () => app.dispose();
+}
+
+export { Store, mount };

@@ -1,0 +1,188 @@
+/* What all panels share. Data comes as custom messages (see mmlab/ui/view.py); nothing of a run is a synced trait. */
+const HERE_EVERY = 10_000; // ms between signs of life to the kernel, which slows down without them
+const BUSY_AFTER = 2_000; // ms after which an unanswered request means that the kernel runs a cell
+const ASK_AGAIN = 1_000; // ms until a history that has not come is asked for again; doubles each time
+const MOST_POINTS = 9_000; // points of a curve beyond which the view asks for the decimated history again
+const ENDED = ["finished", "stopped", "failed"];
+
+/* ---- words: each text that a person reads goes through t(), with {0}, {1} for values ---- */
+let words = {};
+function speak(language) { words = CATALOGUES[language] ?? CATALOGUES[Object.keys(CATALOGUES).find((key) => key.split("-")[0] === (language ?? "").split("-")[0])] ?? {}; }
+function t(text, ...values) { return (words[text] ?? text).replace(/\{(\d)\}/g, (_, index) => values[index]); }
+
+function make(tag, attributes = {}, ...children) {
+  const node = document.createElement(tag);
+  for (const [name, value] of Object.entries(attributes)) {
+    if (name.startsWith("on")) node.addEventListener(name.slice(2), value);
+    else if (value !== null && value !== undefined && value !== false) node.setAttribute(name, value === true ? "" : value);
+  }
+  node.append(...children);
+  return node;
+}
+
+function drawn(tag, attributes = {}, ...children) { // as make(), for SVG
+  const node = document.createElementNS("http://www.w3.org/2000/svg", tag);
+  for (const [name, value] of Object.entries(attributes)) {
+    if (name.startsWith("on")) node.addEventListener(name.slice(2), value);
+    else if (value !== null && value !== undefined && value !== false) node.setAttribute(name, value === true ? "" : value);
+  }
+  node.append(...children);
+  return node;
+}
+
+function put(node, text) { if (node.textContent !== text) node.textContent = text; }
+
+function number(value, digits = 4) {
+  if (value === null || value === undefined) return "–";
+  if (!Number.isFinite(value)) return String(value);
+  const size = Math.abs(value);
+  if (size >= 1000) return Math.round(value).toLocaleString("en-US");
+  if (size === 0 || size >= 1e-3) return String(Number(value.toPrecision(digits)));
+  return Number(value.toPrecision(3)).toExponential();
+}
+
+function duration(seconds) {
+  if (seconds === null || seconds === undefined || !Number.isFinite(seconds)) return "–";
+  const whole = Math.round(seconds);
+  if (whole < 60) return `${whole} s`;
+  if (whole < 3600) return `${Math.floor(whole / 60)} min ${String(whole % 60).padStart(2, "0")} s`;
+  return `${Math.floor(whole / 3600)} h ${String(Math.floor((whole % 3600) / 60)).padStart(2, "0")} min`;
+}
+
+function bytes(count) {
+  if (count === null || count === undefined) return "–";
+  const [unit, many] = [["GB", 1e9], ["MB", 1e6], ["kB", 1e3], ["B", 1]].find(([, size]) => count >= size) ?? ["B", 1];
+  return `${Number((count / many).toPrecision(3))} ${unit}`;
+}
+
+/* A button; what cannot be undone takes a second click within four seconds (`sure`). */
+function button(label, action, { title = null, sure = false, ...extra } = {}) {
+  const node = make("button", { type: "button", title, ...extra }, label);
+  let timer = null;
+  const calm = () => { clearTimeout(timer); timer = null; put(node, label); };
+  node.addEventListener("click", (event) => {
+    if (!sure) { action(event); return; }
+    if (timer !== null) { calm(); action(event); return; }
+    put(node, t("Really {0}", label.toLowerCase()));
+    timer = setTimeout(calm, 4000);
+  });
+  return node;
+}
+
+/* Notebooks have keyboard commands of their own: what is typed into a field stays there. */
+function field(attributes, enter = null) {
+  const node = make("input", attributes);
+  node.addEventListener("keydown", (event) => { event.stopPropagation(); if (event.key === "Enter" && enter) enter(); });
+  return node;
+}
+
+/* ---- curves: bounded by asking for the decimated history when they grow too long ---- */
+class Curves {
+  constructor() { this.all = {}; }
+
+  take(sizes, buffers, replace) {
+    if (replace) this.all = {};
+    sizes.forEach(([name, count], index) => {
+      const copy = (view) => view.buffer.slice(view.byteOffset, view.byteOffset + view.byteLength);
+      const x = new Float64Array(copy(buffers[2 * index]));
+      const y = new Float32Array(copy(buffers[2 * index + 1]));
+      const curve = (this.all[name] ??= { x: [], y: [] });
+      for (let i = 0; i < count; i++) { curve.x.push(x[i]); curve.y.push(y[i]); }
+    });
+  }
+
+  get(name) { const curve = this.all[name] ?? { x: [], y: [] }; return [curve.x, curve.y]; }
+
+  longest() { return Math.max(0, ...Object.values(this.all).map((curve) => curve.x.length)); }
+}
+
+/* ---- what a widget has got from the kernel, shared by all its views: a new view shows it at once ---- */
+class Store {
+  constructor(model) {
+    this.model = model;
+    this.frames = {};
+    this.curves = new Curves();
+    this.seq = null; // number of the last message taken; null while the history is on its way
+    this.views = new Set();
+    this.asked = new Map(); // token -> {resolve, reject, timer}
+    this.onMessage = (message, buffers) => this.receive(message, buffers ?? []);
+    model.on("msg:custom", this.onMessage);
+    this.hello();
+  }
+
+  dispose() {
+    this.model.off("msg:custom", this.onMessage);
+    clearTimeout(this.again);
+    this.asked.forEach(({ timer }) => clearTimeout(timer));
+  }
+
+  get layout() { return this.model.get("layout_"); }
+
+  shown() { return [...new Set([...this.views].flatMap((view) => view.shown()))]; }
+
+  here() { this.model.send({ kind: "here", shown: this.shown() }); }
+
+  hello(wait = ASK_AGAIN) { // a page that is just reconnecting loses messages, so ask until the history is here
+    this.seq = null;
+    this.model.send(this.views.size ? { kind: "hello", shown: this.shown() } : { kind: "hello" });
+    clearTimeout(this.again);
+    this.again = setTimeout(() => { if (this.seq === null) this.hello(Math.min(2 * wait, 60_000)); }, wait);
+  }
+
+  /* A request to a panel; resolves with its answer, rejects with an Error that says the refusal. `busy` is called when
+     the kernel has not answered for a while: it runs a cell and will answer afterwards. */
+  ask(panel, verb, args = {}, busy = null) {
+    const token = Math.random().toString(36).slice(2);
+    return new Promise((resolve, reject) => {
+      this.asked.set(token, { resolve, reject, timer: busy && setTimeout(busy, BUSY_AFTER) });
+      this.model.send({ kind: "ask", token, panel, verb, args });
+    });
+  }
+
+  receive(message, buffers) {
+    if (message.kind === "reply") { this.reply(message); return; }
+    const history = message.kind === "history";
+    if (!history && this.seq === null) return;
+    if (!history && message.seq !== this.seq + 1) { this.hello(); return; }
+    this.seq = message.seq;
+    for (const [name, frame] of Object.entries(message.frames)) this.frames[name] = history ? frame : { ...this.frames[name], ...frame };
+    this.curves.take(message.curves, buffers, history);
+    if (this.curves.longest() > MOST_POINTS) this.hello();
+    for (const view of this.views) view.update(history ? this.frames : message.frames, history || message.curves.length > 0);
+  }
+
+  reply({ token, value, refusal }) {
+    const asked = this.asked.get(token);
+    if (!asked) return; // another page's
+    this.asked.delete(token);
+    clearTimeout(asked.timer);
+    if (refusal === undefined) asked.resolve(value); else asked.reject(new Error(refusal));
+  }
+}
+
+/* ---- one panel; each file in panels/ registers a class in PANELS under the name of its Python side ---- */
+const PANELS = {};
+
+class Panel {
+  static title = ""; // its heading, and its tab's name
+
+  constructor(store, name) {
+    this.store = store;
+    this.name = name;
+    this.node = make("section", { class: `mm-panel mm-${name}`, "aria-label": t(this.constructor.title) });
+  }
+
+  get frame() { return this.store.frames[this.name] ?? {}; }
+
+  get curves() { return this.store.curves; }
+
+  ask(verb, args = {}, busy = null) { return this.store.ask(this.name, verb, args, busy); }
+
+  update(changed, curves) {} // `changed`: the keys of the frame that have changed; `curves`: whether points came
+
+  restyle(style) {} // the theme has changed, or the panel has come into sight for the first time: computed style
+
+  resize() {}
+
+  dispose() {}
+}

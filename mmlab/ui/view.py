@@ -1,0 +1,128 @@
+"""The widget: panels drawn in a page by one shared script (`static/`), fed by messages.
+
+Nothing of a run is a synced trait. The script is a model of its own, `Code`, one for each
+kernel, so however many views a notebook shows, it is saved once; a view carries a loader.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from array import array
+from collections.abc import Iterable, Mapping
+from functools import cache
+from importlib.resources import files
+from importlib.resources.abc import Traversable
+from typing import Any
+
+import anywidget
+import traitlets
+from ipywidgets import Widget
+
+from mmlab.ui.series import Series
+
+Points = Mapping[str, Iterable[tuple[float, float]]]
+"""New points by curve: (step, value)."""
+Frames = Mapping[str, Mapping[str, Any]]
+"""What panels show (JSON), by panel and key."""
+
+
+def script() -> str:
+    """All of the page's code: the chart library, what panels share, the panels, what mounts them."""
+    static = files("mmlab.ui") / "static"
+    names = [static / "uplot.iife.min.js", static / "base.js", *_panels(".js"), static / "app.js"]
+    catalogue = json.loads((static / "words.zh-CN.json").read_text(encoding="utf-8"))
+    words = f"const CATALOGUES = {json.dumps({'zh-CN': catalogue}, ensure_ascii=False, separators=(',', ':'))};"
+    return "\n".join([words, *(name.read_text(encoding="utf-8") for name in names)])
+
+
+def style() -> str:
+    """All of the page's style."""
+    static = files("mmlab.ui") / "static"
+    names = [static / "uplot.min.css", static / "base.css", *_panels(".css")]
+    return "\n".join(name.read_text(encoding="utf-8") for name in names)
+
+
+def _panels(ending: str) -> list[Traversable]:
+    found = (files("mmlab.ui") / "static" / "panels").iterdir()
+    return sorted((path for path in found if path.name.endswith(ending)), key=lambda path: path.name)
+
+
+class Code(Widget):
+    """The shared script and style, as a model without a view."""
+
+    script = traitlets.Unicode().tag(sync=True)
+    style = traitlets.Unicode().tag(sync=True)
+
+
+@cache
+def code() -> Code:
+    """The one `Code` of this process."""
+    return Code(script=script(), style=style())
+
+
+class View(anywidget.AnyWidget):
+    """Panels in a page. Messages to it:
+
+    `{"kind": "history", "seq", "frames": {panel: frame}, "curves": [[name, points]]}`: all of it, for a new page or
+    after a restore; `{"kind": "tick", ...}`: what changed since message seq - 1. Both carry two buffers a curve:
+    float64 steps, float32 values. `{"kind": "reply", "token", "value"}` or `{..., "refusal"}` answers a request.
+
+    From it: `{"kind": "hello", "shown"}` (wants the history), `{"kind": "here", "shown"}` now and then and when other
+    panels come into sight (`shown`: names of those in sight), `{"kind": "ask", "token", "panel", "verb", "args"}`.
+    """
+
+    _esm = (files("mmlab.ui") / "static" / "loader.js").read_text(encoding="utf-8")
+    code = traitlets.Unicode().tag(sync=True)
+    """The model id of the shared script."""
+    layout_ = traitlets.Dict().tag(sync=True)
+    """{"label", "arrangement": "board" | "stack", "panels": [name]}."""
+    still = traitlets.Unicode().tag(sync=True)
+    """HTML that a page shows while no kernel answers."""
+
+    def __init__(self, panels: Iterable[str], label: str, arrangement: str = "stack") -> None:
+        described = {"label": label, "arrangement": arrangement, "panels": list(panels)}
+        super().__init__(code=code().model_id or "", layout_=described)
+        self._seq = 0
+        self._frames: dict[str, dict[str, Any]] = {}
+
+    def send_history(self, frames: Frames, curves: Mapping[str, Series]) -> None:
+        """Send everything: whole frames and all curves, decimated."""
+        for name, frame in frames.items():
+            self._frames[name] = dict(frame)
+        self._post("history", self._frames, {name: series.points() for name, series in curves.items()})
+
+    def send_tick(self, frames: Frames, points: Points) -> bool:
+        """Send what differs from the last message; nothing when nothing does."""
+        changed: dict[str, dict[str, Any]] = {}
+        for name, frame in frames.items():
+            before = self._frames.setdefault(name, {})
+            new = {key: value for key, value in frame.items() if key not in before or before[key] != value}
+            if new:
+                changed[name] = new
+                before |= new
+        curves = {}
+        for name, some in points.items():
+            x, y = array("d"), array("d")
+            for point in some:
+                x.append(point[0])
+                y.append(point[1])
+            if x:
+                curves[name] = (x, y)
+        if not changed and not curves:
+            return False
+        self._post("tick", changed, curves)
+        return True
+
+    def _post(self, kind: str, frames: Frames, curves: Mapping[str, tuple[array[float], array[float]]]) -> None:
+        self._seq += 1
+        buffers = []
+        for x, y in curves.values():
+            buffers += [x.tobytes(), array("f", map(_single, y)).tobytes()]
+        sizes = [[name, len(x)] for name, (x, _) in curves.items()]
+        self.send({"kind": kind, "seq": self._seq, "frames": frames, "curves": sizes}, buffers=buffers)
+
+
+def _single(value: float) -> float:
+    """A value that fits single precision (larger ones are infinite there)."""
+    return value if abs(value) < 3.4e38 or math.isnan(value) else math.copysign(math.inf, value)
