@@ -19,6 +19,7 @@ from PIL import Image, ImageDraw
 from mmlab.messages import PHASES, Ack, Beacon, EventLog, Inbox, new_command, send
 from mmlab.messages.runs import create_run
 from mmlab.plan import Plan
+from mmlab.tracking.sent import Sent
 
 SHARES = {
     "vision": {"data": 12, "encode": 30, "backward": 22, "exchange": 25, "reduce": 6, "optimizer": 4},
@@ -163,29 +164,31 @@ class InboxRun:
     def __init__(self, run_dir: Path) -> None:
         self.dir = run_dir
 
-    def _send(self, verb: str, **args: Any) -> None:
-        send(self.dir / "control", new_command(verb, args, source="test"))
+    def _send(self, verb: str, **args: Any) -> Sent:
+        command = new_command(verb, args, source="test")
+        send(self.dir / "control", command)
+        return Sent(verb, command.id, self.dir / "control")
 
-    def pause(self) -> None:
-        self._send("pause")
+    def pause(self) -> Sent:
+        return self._send("pause")
 
-    def resume(self) -> None:
-        self._send("resume")
+    def resume(self) -> Sent:
+        return self._send("resume")
 
-    def abort(self) -> None:
-        self._send("abort", generation=0)
+    def abort(self) -> Sent:
+        return self._send("abort", generation=0)
 
-    def stop(self) -> None:
-        self._send("stop")
+    def stop(self) -> Sent:
+        return self._send("stop")
 
-    def checkpoint(self) -> None:
-        self._send("checkpoint")
+    def checkpoint(self, name: str = "") -> Sent:
+        return self._send("checkpoint", **({"name": name} if name else {}))
 
-    def step(self, n: int = 1) -> None:
-        self._send("step", n=n)
+    def step(self, n: int = 1) -> Sent:
+        return self._send("step", n=n)
 
-    def set(self, key: str, value: Any) -> None:
-        self._send("set", values={key: value})
+    def set(self, key: str, value: Any) -> Sent:
+        return self._send("set", values={key: value})
 
 
 if __name__ == "__main__":
