@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from array import array
 from collections.abc import Iterable, Mapping
 from functools import cache
@@ -25,15 +26,24 @@ Points = Mapping[str, Iterable[tuple[float, float]]]
 """New points by curve: (step, value)."""
 Frames = Mapping[str, Mapping[str, Any]]
 """What panels show (JSON), by panel and key."""
+LANGUAGES = ("zh-CN",)
+"""Languages beside English, each with a catalogue in `static/`."""
 
 
 def script() -> str:
     """All of the page's code: the chart library, what panels share, the panels, what mounts them."""
     static = files("mmlab.ui") / "static"
     names = [static / "uplot.iife.min.js", static / "base.js", *_panels(".js"), static / "app.js"]
-    catalogue = json.loads((static / "words.zh-CN.json").read_text(encoding="utf-8"))
-    words = f"const CATALOGUES = {json.dumps({'zh-CN': catalogue}, ensure_ascii=False, separators=(',', ':'))};"
+    catalogues = {language: catalogue(language) for language in LANGUAGES}
+    words = f"const CATALOGUES = {json.dumps(catalogues, ensure_ascii=False, separators=(',', ':'))};"
     return "\n".join([words, *(name.read_text(encoding="utf-8") for name in names)])
+
+
+def catalogue(language: str) -> dict[str, str]:
+    """Texts of pages in another language, by the English ones."""
+    path = files("mmlab.ui") / "static" / f"words.{language}.json"
+    found: dict[str, str] = json.loads(path.read_text(encoding="utf-8"))
+    return found
 
 
 def style() -> str:
@@ -79,10 +89,13 @@ class View(anywidget.AnyWidget):
     """{"label", "arrangement": "board" | "stack", "panels": [name]}."""
     still = traitlets.Unicode().tag(sync=True)
     """HTML that a page shows while no kernel answers."""
+    language = traitlets.Unicode().tag(sync=True)
+    """The language of its texts (`MMLAB_LANGUAGE`, such as zh-CN); empty: that of the page, JupyterLab's own."""
 
     def __init__(self, panels: Iterable[str], label: str, arrangement: str = "stack") -> None:
         described = {"label": label, "arrangement": arrangement, "panels": list(panels)}
-        super().__init__(code=code().model_id or "", layout_=described)
+        language = os.environ.get("MMLAB_LANGUAGE", "")
+        super().__init__(code=code().model_id or "", layout_=described, language=language)
         self._seq = 0
         self._frames: dict[str, dict[str, Any]] = {}
 

@@ -73,7 +73,7 @@ def test_values_beyond_single_precision_are_infinite_not_an_error(sent: Sent) ->
 def test_no_data_is_a_synced_trait() -> None:
     view = View(["head"], "test")
     own = {name for name in view.keys if not name.startswith(("_", "layout", "tabbable", "tooltip"))}
-    assert own == {"code", "still"}
+    assert own == {"code", "still", "language"}
 
 
 def test_a_notebook_holds_the_script_once_however_many_views_it_has() -> None:

@@ -7,7 +7,10 @@ const ENDED = ["finished", "stopped", "failed"];
 
 /* ---- words: each text that a person reads goes through t(), with {0}, {1} for values ---- */
 let words = {};
-function speak(language) { words = CATALOGUES[language] ?? CATALOGUES[Object.keys(CATALOGUES).find((key) => key.split("-")[0] === (language ?? "").split("-")[0])] ?? {}; }
+function speak(language) { // zh, zh-CN, zh_Hans_CN: the catalogue of that language, whatever the place; without one English
+  const main = (code) => code.toLowerCase().split(/[-_.]/)[0];
+  words = CATALOGUES[Object.keys(CATALOGUES).find((key) => main(key) === main(language ?? ""))] ?? {};
+}
 function t(text, ...values) { return (words[text] ?? text).replace(/\{(\d)\}/g, (_, index) => values[index]); }
 
 function make(tag, attributes = {}, ...children) {
