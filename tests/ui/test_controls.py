@@ -9,8 +9,9 @@ import pytest
 
 from mmlab.lab import Run
 from mmlab.messages import new_command, send
+from mmlab.ui.commands import controls_of
 from mmlab.ui.dashboard import part
-from mmlab.ui.panels.controls import Controls, changes_of, controls_of
+from mmlab.ui.panels.controls import Controls, changes_of
 from mmlab.ui.source import RunSource
 from ui.stage import Stage, browser_page
 from ui.synthetic import SyntheticRun

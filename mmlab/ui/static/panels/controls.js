@@ -1,6 +1,5 @@
 /* Buttons: a command is sent, passed on by the kernel, applied at a step boundary on all ranks. Each control says what
    has become of the newest command of its kind, whoever gave it: this page, another one, a cell, the command line. */
-const REFOCUS = 5_000; // ms after a button was pressed in which a renewed view focuses it again
 const CHECK_AFTER = 350; // ms without a key after which changes to the layout are checked
 
 /* One control: its buttons and fields, and a line that says what has become of its last command. */
@@ -71,16 +70,9 @@ PANELS.controls = class extends Panel {
     this.rates = make("div", { class: "mm-rates", role: "group", "aria-label": t("Base learning rates") });
     this.node.append(make("div", { class: "mm-steering" }, ...tools.map((control) => control.node)), this.rates, this.move.node, this.said);
     this.buttons = [...this.node.querySelectorAll("button, input")];
-    this.buttons.forEach((node, index) => node.addEventListener("click", () => { store.used = { index, at: Date.now() }; }));
-    requestAnimationFrame(() => this.refocus());
   }
 
   control(key, label, nodes, wide) { this.controls[key] = new Control(key, label, nodes, wide); return this.controls[key]; }
-
-  refocus() { // a pause replaces the cell's output: the button that was pressed must not lose the keyboard
-    const used = this.store.used;
-    if (used && Date.now() - used.at < REFOCUS && document.activeElement === document.body) this.buttons[used.index]?.focus({ preventScroll: true });
-  }
 
   step() { this.command("step", "step", { n: Math.max(1, Math.round(Number(this.n.value) || 1)) }); }
 
