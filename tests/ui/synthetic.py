@@ -43,6 +43,8 @@ class SyntheticRun:
         self.random = random.Random(7)
         self.step = 0
         self.beacons: list[Beacon] = []
+        self.coded: dict[str, Any] = CODED
+        self.error: float | None = None
 
     @property
     def dir(self) -> Path:
@@ -74,11 +76,16 @@ class SyntheticRun:
             grad_norm=norms, grad_norm_total=math.hypot(*norms.values()),
             phases=[self._phases(place, seconds) for place in self.places],
             traffic={"vision": [50_000]}, communication={"vision": {"seconds": 0.01, "exposed": 0.004}},
-            compression={"vision": CODED},
+            compression={"vision": self._coded()},
         )  # fmt: skip
         for beacon in self.beacons:
             beacon.step = self.step
             beacon.update("forward", 0)
+
+    def _coded(self) -> dict[str, Any]:
+        """How the step's gradients were compressed; with `error`, that is measured in this one step."""
+        error, self.error = self.error, None
+        return self.coded if error is None else {**self.coded, "error": error}
 
     def _phases(self, place: Any, seconds: float) -> list[float]:
         shares = SHARES[place.role]

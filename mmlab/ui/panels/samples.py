@@ -75,7 +75,9 @@ class Samples(RunPanel):
         """A table of the newest step."""
         event = self.feed.samples
         items = list(event.get("items") or [])[:PICTURES]
-        rows = [["yes" if is_right(i) else "no", _short(i, "truth"), _short(i, "text"), _short(i, "prompt")] for i in items]
+        rows = [
+            ["yes" if is_right(i) else "no", _short(i, "truth"), _short(i, "text"), _short(i, "prompt")] for i in items
+        ]
         if not rows:
             return "no samples yet"
         return f"step {event.get('step')}, {rights(items)}\n{text_table(['right', 'truth', 'written', 'prompt'], rows)}"
@@ -114,4 +116,5 @@ def _card(item: dict[str, Any], pictures: dict[str, str]) -> str:
     picture = f'<img src="{url}" width="72" alt="{escape(item["truth"], quote=True)}">' if url else "(no picture)"
     mark = "✓" if item["right"] else "✗"
     style = "display:inline-block;width:160px;margin:4px;vertical-align:top;overflow-wrap:anywhere"
-    return f'<div style="{style}">{picture}<br>{mark} {escape(item["text"])}<br><small>{escape(item["truth"])}</small></div>'
+    texts = f"{mark} {escape(item['text'])}<br><small>{escape(item['truth'])}</small>"
+    return f'<div style="{style}">{picture}<br>{texts}</div>'

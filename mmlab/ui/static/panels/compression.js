@@ -74,6 +74,7 @@ class CompressionGroup {
     const rows = [];
     const add = (name, ...value) => rows.push(make("dt", {}, name), make("dd", {}, ...value));
     if (several) add(t("module"), t(row.module));
+    add(t("coded with"), [row.compressor, ...Object.entries(row.options).map(([key, value]) => `${key}=${value}`)].join(" "));
     if (row.bytes === null) add(t("bytes a step"), t("with sharding"));
     else {
       const share = row.dense ? Math.min(1, row.bytes / row.dense) : 1;
@@ -144,7 +145,8 @@ PANELS.compression = class extends Panel {
       ...(dots.length ? [label(number(worst, 3), width - right + 5, top + 9, "start"), label("0", width - right + 5, height - bottom, "start")] : []),
       label(number(first, 9), left, height - 3, "start"), label(number(last, 9), width - right, height - 3, "end")));
     this.keys.replaceChildren(make("span", {}, make("i", { style: "background:var(--mm-blue)" }), t("loss (left)")),
-      ...(dots.length ? [make("span", {}, make("i", { style: "background:var(--mm-orange);border-radius:50%" }), t("error, vision and projector (right)")), make("span", {}, make("i", { style: "background:var(--mm-orange);border-radius:0" }), t("error, language (right)"))] : []),
+      ...(errors.vision || errors.projector ? [make("span", {}, make("i", { style: "background:var(--mm-orange);border-radius:50%" }), t("error, vision and projector (right)"))] : []),
+      ...(errors.language ? [make("span", {}, make("i", { style: "background:var(--mm-orange);border-radius:0" }), t("error, language (right)"))] : []),
       ...(marks.length ? [make("span", {}, make("i", { style: "background:none;border-left:2px dashed var(--mm-violet);border-radius:0;width:4px" }), t("another compressor"))] : []));
   }
 };

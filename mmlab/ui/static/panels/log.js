@@ -31,7 +31,7 @@ PANELS.log = class extends Panel {
 
   constructor(store, name) {
     super(store, name);
-    this.numbers = new Map(); // number of a block -> how many of its lines are in the page
+    this.seen = 0; // number of the line that comes next
     this.lines = []; // [rank, text], as they came
     this.kept = null; // lines of one rank that were asked for, with what came since
     this.rank = make("select", { "aria-label": t("Rank"), onchange: () => this.choose(), onkeydown: (event) => event.stopPropagation() }, make("option", { value: "all" }, t("all ranks")));
@@ -50,14 +50,9 @@ PANELS.log = class extends Panel {
 
   update(changed) {
     if ("roles" in changed) this.showRanks();
-    const blocks = Object.entries(this.frame).filter(([key]) => /^b\d+$/.test(key)).map(([, block]) => block).sort((a, b) => a.number - b.number);
-    const fresh = [];
-    for (const { number: of, lines } of blocks) {
-      const had = this.numbers.get(of) ?? 0;
-      fresh.push(...lines.slice(had));
-      this.numbers.set(of, lines.length);
-    }
-    for (const of of this.numbers.keys()) if (!blocks.some((block) => block.number === of)) this.numbers.delete(of);
+    const { first = 0, lines = [] } = this.frame;
+    const fresh = lines.slice(Math.max(0, this.seen - first));
+    this.seen = first + lines.length;
     if (!fresh.length) { this.say(); return; }
     this.lines = [...this.lines, ...fresh].slice(-LOG_SHOWN);
     if (this.kept) this.kept = [...this.kept, ...fresh.filter(([rank]) => rank === this.chosen)].slice(-LOG_SHOWN);
