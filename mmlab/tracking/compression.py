@@ -136,9 +136,11 @@ class CompressionTrail:
         """Forget what came after a step that the run went back to."""
         self._recent = deque((event for event in self._recent if event["step"] <= step), maxlen=WINDOW)
         self._measured = {m: event for m, event in self._measured.items() if event["step"] <= step}
-        for kept in (*self.errors.values(), *self.changes.values()):
-            while kept and kept[-1][0] > step:
-                kept.pop()  # type: ignore[attr-defined]  deques of two kinds of pairs
+        for errors, changes in zip(self.errors.values(), self.changes.values(), strict=True):
+            while errors and errors[-1][0] > step:
+                errors.pop()
+            while changes and changes[-1][0] > step:
+                changes.pop()
 
 
 def _chosen(row: ModuleCompression) -> str:
