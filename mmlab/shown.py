@@ -29,3 +29,8 @@ class Shown:
     def controls(self) -> Any:
         """Buttons that steer the run, and what all ranks acked."""
         return self._part("controls")
+
+    @property
+    def schedule_view(self) -> Any:
+        """The pipeline schedule as planned and as measured, step by step; plays."""
+        return self._part("schedule_view")
