@@ -317,7 +317,9 @@ class RunRecord:
             steps = self.traced_steps()
             known = f"steps {', '.join(map(str, steps[-12:]))}" if steps else "none yet"
             every = f"tracking.trace_every is {self.plan.tracking.trace_every}"
-            raise MmlabError(f"run {self.id} has no trace of {'a' if step is None else 'that'} step; it has {known}; {every}")
+            raise MmlabError(
+                f"run {self.id} has no trace of {'a' if step is None else 'that'} step; it has {known}; {every}"
+            )
         return MeasuredSchedule(self.plan, traces)
 
     def log(self, rank: int, lines: int | None = None) -> str:

@@ -81,7 +81,7 @@ PANELS.schedule = class extends Panel {
     this.span = Math.max(1e-9, plan.span * scale, found?.span ?? 0);
     this.time = found ? (value, short) => this.seconds(value, short) : (value, short) => `${Number(value.toPrecision(3))}${short ? "" : ` ${t("mean forwards of a stage")}`}`;
     const narrow = width < 700;
-    const look = { rows: frame.rows, kinds: frame.kinds, span: this.span, time: this.time, width: width - (narrow ? 92 : 126) - 58 };
+    const look = { rows: frame.rows, kinds: frame.kinds, span: this.span, time: this.time, width: width - (narrow ? 108 : 126) - 58 };
     this.node.classList.toggle("mm-narrow", narrow);
     this.planned.show(plan, { ...look, scale });
     this.measured.node.hidden = !found;
@@ -104,7 +104,7 @@ PANELS.schedule = class extends Panel {
   tell(plan, scale, found) {
     const { about, ideal, rows, ranks, every } = this.frame;
     const parts = [t("{0}: {1} with p = {2} ranks a pipeline, m = {3} microbatches", about.plan, about.schedule, about.p, about.m) + (about.v > 1 ? t(", v = {0} model chunks a rank", about.v) : "")];
-    if (ideal) parts.push(t("bubble by formula {0} = {1}", lanePercent(ideal.share), ideal.formula));
+    if (ideal) parts.push(t("bubble by formula, with equal stages: {0} = {1}", lanePercent(ideal.share), ideal.formula));
     if (rows.length < ranks) parts.push(t("{0} of {1} ranks are shown, the others do the same", rows.length, ranks));
     put(this.summary, `${parts.join("; ")}.`);
     this.summary.title = ideal ? t(ideal.given) : "";
@@ -162,7 +162,7 @@ PANELS.schedule = class extends Panel {
     if (!ranks.length) return "";
     const kind = this.frame.kinds[op[0]][0], named = ranks.length > 6 ? `${ranks.slice(0, 5).join(", ")}, …` : ranks.join(", ");
     const who = ranks.length === 1 ? t("rank {0}", named) : t("ranks {0}", named);
-    return kind.startsWith("recv") ? t("waits for {0} from {1}", t(MESSAGES[kind.slice(5)]), who) : t("together with {0}", who);
+    return kind.startsWith("recv") ? t("waits for {0}: {1} of microbatch {2}", who, t(MESSAGES[kind.slice(5)]), op[1]) : t("together with {0}", who);
   }
 
   sources(lanes, row, op) {
@@ -219,12 +219,12 @@ PANELS.schedule = class extends Panel {
     const line = lanes.data.ops[row];
     const running = line.filter((op) => op[3] <= time && time < op[4]), op = running.find((each) => lanes.look.kinds[each[0]][4] === "compute") ?? running[0];
     const name = ([kind, microbatch]) => t(lanes.look.kinds[kind][0].replaceAll("_", " ")) + (microbatch >= 0 ? ` ${microbatch}` : "");
-    if (op && lanes.look.kinds[op[0]][4] === "wait") return [`${this.waits(row, op)} (${op[1]})`, true];
+    if (op && lanes.look.kinds[op[0]][4] === "wait") return [this.waits(row, op), true];
     if (op) return [name(op), false];
     const next = line.find((each) => each[3] > time);
     if (!next) return [t("done"), true];
     const who = this.waits(row, next);
-    return [`${t("idle until {0}", name(next))}${who ? ` ${who}` : ""}`, true];
+    return [t("idle until {0}", name(next)) + (who ? ` (${who})` : ""), true];
   }
 
   starts() { // times of the axis at which ops begin

@@ -3,8 +3,8 @@ const LANE_PAD = 6; // px left and right of the plot, so that ticks and bars at 
 const LANE_INK = "#1a202c"; // on bars, which keep their colours in both themes
 const LANE_HEIGHT = { compute: 1, move: 0.66, wait: 0.3 };
 
-function laneTicks(span) { // about eight round distances
-  const raw = span / 8;
+function laneTicks(span, width) { // round distances, 64 px at least for a label such as "1,200 ms"
+  const raw = span / Math.max(1, Math.min(12, width / 80));
   const size = 10 ** Math.floor(Math.log10(raw));
   const step = [1, 2, 5, 10].map((each) => each * size).find((each) => each >= raw * 0.999);
   return Array.from({ length: Math.floor(span / step + 1e-6) + 1 }, (_, index) => index * step);
@@ -54,10 +54,10 @@ class Lanes {
       for (const op of [...waits, ...others]) if (op[4] > op[3]) ops.append(...this.bar(op, row)); // waits first, so that short transfers beside them stay visible
     });
     const grid = drawn("g", {});
-    for (const tick of laneTicks(span)) {
+    for (const tick of laneTicks(span, this.width)) {
       const x = this.x(tick / this.look.scale);
       grid.append(drawn("line", { x1: x, x2: x, y1: 0, y2: bottom + 3, class: "mm-lane-rule" }),
-        drawn("text", { x, y: bottom + 15, class: "mm-lane-tick", "text-anchor": tick === 0 ? "start" : x > this.width - 40 ? "end" : "middle" }, time(tick, true)));
+        drawn("text", { x, y: bottom + 15, class: "mm-lane-tick", "text-anchor": tick === 0 ? "start" : x > this.width - 24 ? "end" : "middle" }, time(tick, true)));
     }
     this.ghost = drawn("use", { href: `#${this.key}-ops` });
     this.clip = drawn("rect", { x: 0, y: 0, width: this.width, height });
