@@ -47,7 +47,9 @@ class Memory:
         layout = Layout(plan)
         shares = [(_what(layout, place), rank_share(plan, layout, place), place.rank) for place in layout.places]
         grouped = groupby(sorted(shares, key=lambda one: one[0]), key=lambda one: one[:2])
-        self.rows = sorted((_held(what, share, [one[2] for one in some]) for (what, share), some in grouped), key=_first)
+        self.rows = sorted(
+            (_held(what, share, [one[2] for one in some]) for (what, share), some in grouped), key=_first
+        )
         """Ranks that hold the same, by their first rank."""
         self.notes = [NOT_COUNTED] if plan.parallel.engine == "native" else [_DEEPSPEED, NOT_COUNTED]
         """What the figures leave out, in sentences."""
@@ -121,4 +123,3 @@ def bytes_text(count: float) -> str:
         if count >= size:
             return f"{count / size:.3g} {name}"
     return f"{count:.0f} B" if count else "-"
-

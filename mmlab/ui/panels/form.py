@@ -61,7 +61,7 @@ def _field(key: Key) -> dict[str, Any]:
         "entry": entry(key),
         "choices": list(key.choices),
         "unit": unit(key),
-        "expects": key.expects,
+        "bounds": key.expects if entry(key) == "list" else key.bounds.removeprefix(", "),
         "help": key.doc,
         "default": shown(key.default),
         "live": key.live,
@@ -219,7 +219,17 @@ def _memory(plan: Plan, small: bool) -> dict[str, Any]:
     except (ArithmeticError, LookupError, ValueError):
         return {"rows": [], "notes": ["Not known while the plan has these problems."]}
     rows = [
-        [ranks_text(r.ranks), r.what, r.parameters, r.weights, r.gradients, r.optimizer, r.gathered, r.residual, r.total]
+        [
+            ranks_text(r.ranks),
+            r.what,
+            r.parameters,
+            r.weights,
+            r.gradients,
+            r.optimizer,
+            r.gathered,
+            r.residual,
+            r.total,
+        ]
         for r in memory.rows
     ]
     return {"rows": rows, "notes": memory.notes}

@@ -31,11 +31,12 @@ PANELS.form = class extends Panel {
 
   status() {
     this.count = make("b", { class: "mm-form-ranks" }, "…");
+    this.roles = make("span", { class: "mm-form-soft mm-form-roles" });
     this.found = make("button", { type: "button", class: "mm-form-found", onclick: () => this.side.showProblems() });
     this.said = make("span", { class: "mm-said", role: "status", "aria-live": "polite" });
     this.asks = make("span", { class: "mm-form-asks", role: "group", "aria-label": t("Confirm") });
     this.news = make("p", { class: "mm-form-sr", role: "status", "aria-live": "polite" });
-    return make("div", { class: "mm-form-status" }, this.count, this.found, this.said, this.asks, this.news);
+    return make("div", { class: "mm-form-status" }, this.count, this.roles, this.found, this.said, this.asks, this.news);
   }
 
   key(event) {
@@ -126,6 +127,7 @@ PANELS.form = class extends Panel {
     const { ranks, problems, mistyped } = this.frame;
     const wrong = problems.length + Object.keys(mistyped).length;
     put(this.count, ranks === 1 ? t("1 rank") : t("{0} ranks", number(ranks, 12)));
+    put(this.roles, this.frame.roles.join(" · "));
     put(this.found, wrong === 0 ? t("✓ no problems") : wrong === 1 ? t("⚠ 1 problem") : t("⚠ {0} problems", wrong));
     this.found.classList.toggle("mm-bad", wrong > 0);
     this.found.disabled = wrong === 0;

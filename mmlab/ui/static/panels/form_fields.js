@@ -50,7 +50,7 @@ class FormFields {
     const prefix = one.key.slice(0, -one.label.length);
     const input = this.input(one, { id, "aria-describedby": `${id}-why ${id}-help`, "data-key": one.key });
     const why = make("p", { class: "mm-form-why", id: `${id}-why` });
-    const bounds = one.entry === "whole" || one.entry === "number" || one.entry === "list" ? ` ${t("Expects {0}.", one.expects)}` : "";
+    const bounds = one.bounds ? ` (${one.bounds})` : "";
     const live = one.live ? ` ${t("May change during a run.")}` : "";
     const idle = make("span", { class: "mm-form-idle" });
     const help = make("p", { class: "mm-form-help", id: `${id}-help` }, idle, one.help, make("span", {}, `${bounds}${live}`));

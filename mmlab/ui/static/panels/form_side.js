@@ -1,14 +1,13 @@
-/* Beside the fields: problems with fixes, ranks, memory, the same plan in words, pictures. */
+/* Beside the fields: problems with fixes, memory, the same plan in words, pictures. */
 const FORM_DRAWN = 400; // ms without a change after which the pictures are drawn anew
 
 class FormSide {
   constructor(form) {
     this.form = form;
-    this.problems = make("div", { class: "mm-form-card", tabindex: "-1", role: "group", "aria-label": t("Problems") });
-    this.ranks = make("div", { class: "mm-form-card" });
+    this.problems = make("div", { class: "mm-form-card mm-form-problems", tabindex: "-1", role: "group", "aria-label": t("Problems") });
     this.memory = make("div", { class: "mm-form-card" });
     this.pictures = { layout: this.picture(t("Layout")), schedule: this.picture(t("Schedule")) };
-    this.node = make("div", { class: "mm-form-side" }, this.problems, this.words(), this.ranks, this.memory, this.pictures.layout.node, this.pictures.schedule.node);
+    this.node = make("div", { class: "mm-form-side" }, this.problems, this.words(), this.memory, this.pictures.layout.node, this.pictures.schedule.node);
   }
 
   /* ---- problems ---- */
@@ -58,12 +57,7 @@ class FormSide {
     yes.focus();
   }
 
-  /* ---- ranks and memory ---- */
-  listRanks() {
-    const { ranks, roles } = this.form.frame;
-    this.ranks.replaceChildren(make("h4", {}, t("Ranks")), make("p", {}, make("b", {}, number(ranks, 12)), ` ${t("in all")}`), make("ul", {}, ...roles.map((text) => make("li", {}, text))));
-  }
-
+  /* ---- memory ---- */
   listMemory() {
     const { rows, notes } = this.form.frame.memory;
     const some = (index) => rows.some((row) => row[index] > 0);
@@ -150,7 +144,6 @@ class FormSide {
 
   update(changed) {
     if ("problems" in changed || "mistyped" in changed) this.listProblems();
-    if ("ranks" in changed || "roles" in changed) this.listRanks();
     if ("memory" in changed) this.listMemory();
     if ("said" in changed) this.listWords();
     if ("revision" in changed) this.draw();
