@@ -56,7 +56,7 @@ def build(folder: Path) -> dict[str, str]:
     variables = {
         "PATH": f"{env / 'bin'}:{programs}", "HOME": str(folder / "home"), "LANG": "C.UTF-8", MARK: uuid4().hex,
         "PIP_NO_CACHE_DIR": "1", "PIP_DISABLE_PIP_VERSION_CHECK": "1", "PIP_NO_INPUT": "1",
-        **{key: value for key, value in os.environ.items() if key.startswith(("PIP_INDEX", "PIP_CONFIG", "SSL_"))},
+        **{key: value for key, value in os.environ.items() if key.startswith(("PIP_", "SSL_"))},
     }  # fmt: skip
     (folder / "home").mkdir()
     subprocess.run([version, "-m", "venv", str(env)], check=True, env=variables)
