@@ -21,8 +21,10 @@ from uuid import uuid4
 ROOT = Path(__file__).resolve().parent.parent
 DISK, MEMORY = 1.4e9, 2e9
 """Bytes of the installed environment as `du` counts them, and of memory."""
-LACKING = re.compile(r"(?:.*-)?(?:cc|c\+\+|gcc|g\+\+|cpp|clang|clang\+\+|tcc|ld|as|make|ninja|cmake)(?:-[\d.]+)?|node|nodejs|npm|npx|"
-                     r"chromium.*|google-chrome.*|firefox.*")  # fmt: skip
+LACKING = re.compile(
+    r"(?:.*-)?(?:cc|c\+\+|gcc|g\+\+|cpp|clang|clang\+\+|tcc|ld|as|make|ninja|cmake)(?:-[\d.]+)?"
+    r"|node|nodejs|npm|npx|chromium.*|google-chrome.*|firefox.*"
+)
 MARK = "MMLAB_BINDER_MARK"
 
 

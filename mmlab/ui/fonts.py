@@ -21,8 +21,8 @@ FOLDERS = (
 """Where fonts lie on Linux, macOS and Windows below WSL."""
 KNOWN = (
     "DejaVuSans.ttf", "LiberationSans-Regular.ttf", "NotoSans-Regular.ttf", "NotoSansCJK-Regular.ttc",
-    "NotoSansCJKsc-Regular.otf", "NotoSansSC*.ttf", "SourceHanSans*.otf", "SourceHanSans*.ttc", "wqy-*.ttc", "wqy-*.ttf",
-    "DroidSansFallback*.ttf", "uming.ttc", "ukai.ttc", "PingFang.ttc", "Hiragino*.ttc", "STHeiti*.ttc",
+    "NotoSansCJKsc-Regular.otf", "NotoSansSC*.ttf", "SourceHanSans*.otf", "SourceHanSans*.ttc", "wqy-*.ttc",
+    "wqy-*.ttf", "DroidSansFallback*.ttf", "uming.ttc", "ukai.ttc", "PingFang.ttc", "Hiragino*.ttc", "STHeiti*.ttc",
     "Arial Unicode.ttf", "msyh.ttc", "simsun.ttc", "seguisym.ttf",
 )  # fmt: skip
 """File names of fonts with much beside basic Latin, in the order in which they are tried."""

@@ -54,7 +54,8 @@ def snapshot(run: Any) -> Snapshot:
 def of_feed(feed: Feed) -> Snapshot:
     """The snapshot of what a feed has read."""
     advice = fonts.advice(picture.words(feed))
-    return Snapshot("\n".join(filter(None, [summary(feed), advice and f"  in the picture: {advice}"])), picture.draw(feed))
+    text = summary(feed) + (f"\n  in the picture: {advice}" if advice else "")
+    return Snapshot(text, picture.draw(feed))
 
 
 def summary(feed: Feed) -> str:
