@@ -1,7 +1,7 @@
 """Builds the Binder environment from `binder/` alone, in a clean clone, and runs notebook 01 in it with 2 GB of memory.
 
 `python tests/binder_environment.py [FOLDER]`, by hand: it takes some four minutes. No compiler, browser or Node is on
-its path. MMLAB_TORCH_INDEX stands in for the address of PyTorch's CPU index (empty: none, where pip's own index has a
+its path. A FOLDER that holds the environment already is used again. MMLAB_TORCH_INDEX stands in for the address of PyTorch's CPU index (empty: none, where pip's own index has a
 CPU build already). Prints size, time and memory; fails beyond the limits. Linux.
 """
 
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -49,24 +50,26 @@ def requirements(text: str) -> str:
     return changed
 
 
-def build(folder: Path) -> dict[str, str]:
-    """Clone, install, postBuild; the environment variables for what runs in it."""
+def variables(folder: Path) -> dict[str, str]:
+    """Environment variables for what is installed and run there."""
+    path = f"{folder / 'env' / 'bin'}:{folder / 'bin'}"
+    fixed = {"PATH": path, "HOME": str(folder / "home"), "LANG": "C.UTF-8", MARK: uuid4().hex}
+    pip = {"PIP_NO_CACHE_DIR": "1", "PIP_DISABLE_PIP_VERSION_CHECK": "1", "PIP_NO_INPUT": "1"}
+    return {key: value for key, value in os.environ.items() if key.startswith(("PIP_", "SSL_"))} | fixed | pip
+
+
+def build(folder: Path, environ: dict[str, str]) -> None:
+    """Clone, install, postBuild."""
     repository, env = folder / "repository", folder / "env"
     subprocess.run(["git", "clone", "-q", str(ROOT), str(repository)], check=True)
     version = (repository / "binder" / "runtime.txt").read_text().strip().replace("-", "")
-    programs = bare_path(folder / "bin")
-    variables = {
-        "PATH": f"{env / 'bin'}:{programs}", "HOME": str(folder / "home"), "LANG": "C.UTF-8", MARK: uuid4().hex,
-        "PIP_NO_CACHE_DIR": "1", "PIP_DISABLE_PIP_VERSION_CHECK": "1", "PIP_NO_INPUT": "1",
-        **{key: value for key, value in os.environ.items() if key.startswith(("PIP_", "SSL_"))},
-    }  # fmt: skip
+    bare_path(folder / "bin")
     (folder / "home").mkdir()
-    subprocess.run([version, "-m", "venv", str(env)], check=True, env=variables)
+    subprocess.run([shutil.which(version) or version, "-m", "venv", str(env)], check=True, env=environ)
     wanted = repository / "binder" / "requirements.txt"
     wanted.write_text(requirements(wanted.read_text()))
-    subprocess.run([env / "bin" / "pip", "install", "-q", "-r", wanted], check=True, env=variables, cwd=repository)
-    subprocess.run(["bash", repository / "binder" / "postBuild"], check=True, env=variables, cwd=repository)
-    return variables
+    subprocess.run([env / "bin" / "pip", "install", "-q", "-r", wanted], check=True, env=environ, cwd=repository)
+    subprocess.run(["bash", repository / "binder" / "postBuild"], check=True, env=environ, cwd=repository)
 
 
 def size(folder: Path) -> int:
@@ -81,6 +84,8 @@ def limited() -> Path | None:
         group = Path(parent) / f"mmlab-binder-{os.getpid()}"
         try:
             group.mkdir()
+            if not (group / "cgroup.procs").exists():
+                raise OSError("no control groups there")
             (group / limit).write_text(str(int(MEMORY)))
             return group
         except OSError:
@@ -131,7 +136,7 @@ class Watch(threading.Thread):
             os.kill(pid, signal.SIGKILL)
 
 
-def execute(folder: Path, variables: dict[str, str], group: Path | None) -> str:
+def execute(folder: Path, environ: dict[str, str], group: Path | None) -> str:
     """Run notebook 01 beside a Jupyter server, as on Binder, under the limit; the executed notebook."""
     jupyter, repository = folder / "env" / "bin" / "jupyter", folder / "repository"
     files = [group / "cgroup.procs"] if group else []
@@ -150,11 +155,11 @@ def execute(folder: Path, variables: dict[str, str], group: Path | None) -> str:
         "--ServerApp.token=x",
     ]
     with open(folder / "server.log", "w") as log:
-        lab = subprocess.Popen(server, env=variables, cwd=repository, preexec_fn=enter, stdout=log, stderr=log)
+        lab = subprocess.Popen(server, env=environ, cwd=repository, preexec_fn=enter, stdout=log, stderr=log)
     command = [jupyter, "nbconvert", "--to", "notebook", "--execute", "--ExecutePreprocessor.timeout=200"]
     command += ["--output", folder / "done.ipynb", "notebooks/01_quickstart.ipynb"]
     try:
-        subprocess.run(command, check=True, env=variables, cwd=repository, preexec_fn=enter, timeout=600)
+        subprocess.run(command, check=True, env=environ, cwd=repository, preexec_fn=enter, timeout=600)
         assert lab.poll() is None, (folder / "server.log").read_text()
     finally:
         lab.terminate()
@@ -164,14 +169,16 @@ def execute(folder: Path, variables: dict[str, str], group: Path | None) -> str:
 
 def main(folder: Path) -> int:
     start = time.monotonic()
-    variables = build(folder)
+    environ = variables(folder)
+    if not (folder / "env").exists():
+        build(folder, environ)
     built, disk = time.monotonic() - start, size(folder / "env")
     print(f"environment: {disk / 1e9:.2f} GB by du, built in {built:.0f} s", flush=True)
-    group, watch = limited(), Watch(variables[MARK])
+    group, watch = limited(), Watch(environ[MARK])
     watch.start()
     start = time.monotonic()
     try:
-        notebook = execute(folder, variables, group)
+        notebook = execute(folder, environ, group)
     finally:
         watch.end.set()
         watch.join()
