@@ -1,8 +1,9 @@
 """Builds the Binder environment from `binder/` alone, in a clean clone, and runs notebook 01 in it with 2 GB of memory.
 
-`python tests/binder_environment.py [FOLDER]`, by hand: it takes some four minutes. No compiler, browser or Node is on
-its path. A FOLDER that holds the environment already is used again. MMLAB_TORCH_INDEX stands in for the address of PyTorch's CPU index (empty: none, where pip's own index has a
-CPU build already). Prints size, time and memory; fails beyond the limits. Linux.
+`python tests/binder_environment.py [FOLDER]`, by hand: it takes some five minutes. No compiler, browser or Node is on
+its path. A FOLDER that holds the environment already is used again. MMLAB_TORCH_INDEX stands in for the address of
+PyTorch's CPU index (empty: none, where pip's own index has a CPU build). Prints size, time and memory; fails beyond the
+limits. Linux.
 """
 
 from __future__ import annotations
@@ -173,7 +174,7 @@ def main(folder: Path) -> int:
     if not (folder / "env").exists():
         build(folder, environ)
     built, disk = time.monotonic() - start, size(folder / "env")
-    print(f"environment: {disk / 1e9:.2f} GB by du, built in {built:.0f} s", flush=True)
+    print(f"environment: {disk / 1e9:.2f} GB by du, after {built:.0f} s", flush=True)
     group, watch = limited(), Watch(environ[MARK])
     watch.start()
     start = time.monotonic()

@@ -29,9 +29,14 @@ def commands(name: str) -> list[str]:
     return [line.removeprefix("mmlab ") for line in lines]
 
 
-def parsed(line: str) -> click.Context:
+@pytest.fixture(scope="module")
+def app() -> click.Command:
+    return get_command(build_app())
+
+
+def parsed(command: click.Command, line: str) -> click.Context:
     """A command as the command line takes it; fails on what it does not know."""
-    command, words = get_command(build_app()), line.split()
+    words = line.split()
     context = click.Context(command)
     while isinstance(command, click.Group):
         found = command.get_command(context, words[0])
@@ -42,8 +47,8 @@ def parsed(line: str) -> click.Context:
 
 
 @pytest.mark.parametrize("line", commands("questions.md"))
-def test_commands_and_plans_are_real(line: str) -> None:
-    context = parsed(line)
+def test_commands_and_plans_are_real(app: click.Command, line: str) -> None:
+    context = parsed(app, line)
     plan = context.params.get("plan")
     if plan is None or plan == "last":
         return
