@@ -15,6 +15,7 @@ from mmlab.ui.panels.head import Head
 from mmlab.ui.panels.log import Log
 from mmlab.ui.panels.phases import Phases
 from mmlab.ui.panels.samples import Samples
+from mmlab.ui.panels.schedule import SchedulePanel
 from mmlab.ui.part import PERIOD, Part
 from mmlab.ui.snapshot import Snapshot, of_feed
 from mmlab.ui.source import RunSource
@@ -27,11 +28,12 @@ PARTS: Mapping[str, tuple[str, tuple[Make, ...]]] = {
     "compression_view": ("Compression of a run's gradients", (Compression,)),
     "samples_view": ("Samples of a run", (Samples,)),
     "log_view": ("Log of a run", (Log,)),
+    "schedule_view": ("Pipeline schedule of a run", (SchedulePanel,)),
 }
 """Parts of the dashboard that stand alone, by the attribute of `mmlab.lab.Run`: label, panels."""
 OVERVIEW: tuple[Make, ...] = (Head, Controls, Charts, Phases, Events)
 """What the dashboard shows at once; in sight when it opens."""
-TABS: tuple[Make, ...] = (Compression, Samples, Log)
+TABS: tuple[Make, ...] = (SchedulePanel, Compression, Samples, Log)
 """What it shows when asked."""
 
 
