@@ -29,3 +29,8 @@ class Shown:
     def controls(self) -> Any:
         """Buttons that steer the run, and what all ranks acked."""
         return self._part("controls")
+
+    @property
+    def checkpoint_view(self) -> Any:
+        """What was saved, branch by branch: compare, restore, branch, name, delete."""
+        return self._part("checkpoint_view")

@@ -115,7 +115,7 @@ def chain(events: Sequence[Event]) -> list[Event]:
 
 
 def inherited(lineages: Sequence[Event]) -> dict[str, float]:
-    """`last_steps` of a run's lineages (newest first), with that of another run which the first of them branches off."""
+    """`last_steps` of a run's lineages (newest first), and that of another run that the first one branches off."""
     limit = last_steps(list(lineages))
     if lineages and (origin := lineages[-1]["parent"]):
         limit.setdefault(origin, lineages[-1]["parent_step"])

@@ -20,9 +20,9 @@ class Comparison(Table):
 
     `first` and `second` are their rows; `plan` the fields that differ; `modules` [{"module", "change" (||second -
     first|| / ||first||, null where it is not finite), "norm" (||first||), "parameters" (compared), "tensors",
-    "changed", "same" (whether a frozen part has the same content in both, which is then not read)}]; `tensors` those that changed
-    most [{"name", "module", "change", "difference" (||second - first||), "shape"}]; `only` [names in the first alone,
-    in the second alone]; `reshaped` names whose shapes differ.
+    "changed", "same" (whether a frozen part has the same content in both, which is then not read)}]; `tensors` those
+    that changed most [{"name", "module", "change", "difference" (||second - first||), "shape"}]; `only` [names in the
+    first alone, in the second alone]; `reshaped` names whose shapes differ.
     """
 
     first: dict[str, Any]

@@ -58,7 +58,7 @@ class Relayout:
         return move.reason
 
     def check(self, changes: Any) -> Plan:
-        """The plan that changes by dotted key lead to; PlanError when the run cannot go on by it. All ranks together."""
+        """The plan that changes by dotted key lead to; PlanError when the run cannot go on by it. All ranks do."""
         if not isinstance(changes, dict) or not changes:
             raise PlanError('another layout takes changes by dotted key, such as {"parallel.tp": 2}')
         new = relaid(self.session.plan, changes)

@@ -8,6 +8,7 @@ from typing import Any
 
 from mmlab.ui.panel import Panel
 from mmlab.ui.panels.charts import Charts
+from mmlab.ui.panels.checkpoints import Checkpoints
 from mmlab.ui.panels.controls import Controls
 from mmlab.ui.panels.events import Events
 from mmlab.ui.panels.head import Head
@@ -21,11 +22,12 @@ Make = Callable[[RunSource], Panel]
 PARTS: Mapping[str, tuple[str, tuple[Make, ...]]] = {
     "charts": ("Charts of a run", (Charts,)),
     "controls": ("Steer a run", (Head, Controls)),
+    "checkpoint_view": ("Checkpoints of a run", (Checkpoints,)),
 }
 """Parts of the dashboard that stand alone, by the attribute of `mmlab.lab.Run`: label, panels."""
 OVERVIEW: tuple[Make, ...] = (Head, Controls, Charts, Phases, Events)
 """What the dashboard shows at once; in sight when it opens."""
-TABS: tuple[Make, ...] = ()
+TABS: tuple[Make, ...] = (Checkpoints,)
 """What it shows when asked."""
 
 
