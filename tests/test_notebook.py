@@ -14,11 +14,13 @@ from mmlab.cli.labs import NOTEBOOKS, packaged_notebook
 
 ROOT = Path(__file__).resolve().parent.parent
 STEERED = "Lab( check() layout() schedule() train( pause() step( set( checkpoint( restore( stop() close()"
+SCHEDULED = "Lab( schedule() train( traces( bubble( measured_svg( close()"
 COMPRESSED = "Lab( train( compress( measure_compression() compression() stop() close()"
 KILLED = "Lab( train( chaos(kill=1) chaos(hang=2) chaos(corrupt= relayout( ledger() close()"
 FED = "Lab( train( diagnose() ledger() close()"
 VERBS = {
     "01_quickstart.ipynb": STEERED,
+    "02_pipeline_schedules.ipynb": SCHEDULED,
     "05_gradient_compression.ipynb": COMPRESSED,
     "06_kill_a_rank.ipynb": KILLED,
     "07_feeding_the_ranks.ipynb": FED,
@@ -71,6 +73,28 @@ def test_the_quickstart_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert "paused after step" in text
     assert "restored before" in text
     assert "cannot change during a run" in text
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_the_lesson_about_schedules_measures_what_the_formula_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    outputs = executed("02_pipeline_schedules.ipynb", tmp_path, monkeypatch)
+    text = printed(outputs)
+    tolerance = 0.1  # as the lesson states; two cores that other processes use as well were off by 0.05 at most
+    rows = re.findall(r"^(\d) microbatches +[\d.]+ +([\d.]+) +([\d.]+)$", text, re.MULTILINE)
+    assert [int(m) for m, *_ in rows] == [1, 2, 4, 8]
+    for m, expected, found in rows:
+        assert float(expected) == pytest.approx(1 / (int(m) + 1), abs=1e-3)
+        assert float(found) == pytest.approx(1 / (int(m) + 1), abs=tolerance)
+    orders = re.findall(r"^(\w+) +([\d.]+) +([\d.]+) +([\d.]+)$", text, re.MULTILINE)
+    assert [name for name, *_ in orders] == ["gpipe", "1f1b", "interleaved", "zb_h1"]
+    for _, _, with_measured_passes, found in orders:
+        assert float(found) == pytest.approx(float(with_measured_passes), abs=tolerance)
+    (chart,) = [cell for source, cell in outputs.items() if source.startswith("from IPython.display import HTML")]
+    assert chart[0].data["text/html"].count("<rect") > 40
+    assert text.count("not answered yet") == 2
 
 
 @pytest.mark.slow

@@ -66,8 +66,8 @@ class Stage:
             page.add_style_tag(content=DARK)
         view = part.view
         view.send = self._take  # type: ignore[method-assign]  this one object's wire
-        state = {"code": view.code, "layout_": view.layout_, "still": view.still}
-        page.evaluate(MOUNT, [View._esm, state, {"script": code().script, "style": code().style}])
+        state = {"code": view.code, "layout_": view.layout_, "still": view.still, "language": view.language}
+        page.evaluate(MOUNT, [View._esm, state, {"packed": code().packed}])
 
     def _take(self, content: Any, buffers: Any = None) -> None:
         self.sent.append((content, [bytes(buffer) for buffer in buffers or []]))

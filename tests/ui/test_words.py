@@ -1,0 +1,76 @@
+"""The words of pages: every text that a person reads is in the catalogue, and nothing else is."""
+
+from __future__ import annotations
+
+import json
+import re
+from importlib.resources import files
+
+import pytest
+
+from mmlab.messages import PHASES
+from mmlab.messages.control import VERBS
+from mmlab.ui.dashboard import PARTS, Dashboard
+from mmlab.ui.feed import BETWEEN
+from mmlab.ui.view import View, catalogue, script
+from ui.synthetic import InboxRun, SyntheticRun
+
+STATIC = files("mmlab.ui") / "static"
+STATES = ("queued", "starting", "running", "paused", "finished", "failed", "stopped")
+MODULES = ("vision", "projector", "language")
+LITERAL = r"\"(?:[^\"\\]|\\.)*\"|'(?:[^'\\]|\\.)*'|`(?:[^`\\$]|\\.)*`"
+CALL = re.compile(rf"(?<![\w.$])t\(\s*({LITERAL})\s*[,)]")
+TITLE = re.compile(rf"static title = ({LITERAL});")
+
+
+def sources() -> dict[str, str]:
+    """The page's own scripts by name."""
+    names = [STATIC / "base.js", STATIC / "app.js", *(STATIC / "panels").iterdir()]
+    return {path.name: path.read_text(encoding="utf-8") for path in names if path.name.endswith(".js")}
+
+
+def unquoted(literal: str) -> str:
+    return re.sub(r"\\(.)", r"\1", literal[1:-1])
+
+
+def written() -> set[str]:
+    """Texts that stand in scripts, in t("...") or as a panel's title."""
+    found = [literal for text in sources().values() for literal in (*CALL.findall(text), *TITLE.findall(text))]
+    return {unquoted(literal) for literal in found} - {""}
+
+
+def handed_over(run: SyntheticRun) -> set[str]:
+    """Words that pages get from Python and translate: labels, states, phases, modules, commands."""
+    labels = {label for label, _ in PARTS.values()} | {Dashboard(InboxRun(run.dir), run.dir).view.layout_["label"]}
+    return labels | {*STATES, *BETWEEN.values(), *PHASES, *MODULES, *VERBS}
+
+
+def test_texts_are_literals_so_that_the_catalogue_can_hold_them() -> None:
+    assert len(written()) > 30
+    for name, text in sources().items():
+        assert not re.search(r"(?<![\w.$])t\(\s*`[^`]*\$\{", text), name
+
+
+def test_translations_keep_the_places_of_values() -> None:
+    for text, translated in catalogue("zh-CN").items():
+        assert translated.strip(), text
+        assert sorted(re.findall(r"\{\d\}", translated)) == sorted(re.findall(r"\{\d\}", text)), text
+
+
+@pytest.mark.parametrize("name", sorted(sources()))
+def test_no_text_of_a_page_passes_the_catalogue_by(name: str) -> None:
+    """A text with a blank in it that is handed to the page without t() would stay English."""
+    text = re.sub(r"/\*.*?\*/|(?<!:)//.*", "", sources()[name], flags=re.DOTALL)
+    bare = re.findall(r"(?:title|placeholder|\"aria-label\"): \"[^\"]*\"|\}, \"[A-Za-z][^\"]* [^\"]*\"\)", text)
+    assert bare == []
+
+
+def test_the_language_is_the_pages_unless_the_environment_names_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("MMLAB_LANGUAGE", raising=False)
+    assert View(["head"], "test").language == ""
+    monkeypatch.setenv("MMLAB_LANGUAGE", "zh-CN")
+    assert View(["head"], "test").language == "zh-CN"
+
+
+def test_the_script_carries_the_catalogue() -> None:
+    assert json.dumps(catalogue("zh-CN"), ensure_ascii=False, separators=(",", ":")) in script()
