@@ -41,13 +41,17 @@ DEGREES = ("vision_dp", "dp", "tp", "pp", "cp")
 
 @lru_cache(maxsize=256)
 def _layout(plan_toml: str) -> str:
-    """The layout of a plan in words: "6 ranks: vision_dp 2, tp 2, pp 2, zero1"; empty where the plan is damaged."""
+    """The layout of a plan in words; empty where the plan is damaged."""
     from mmlab.plan import Plan
 
     try:
-        plan = Plan.loads(plan_toml)
+        return layout_text(Plan.loads(plan_toml))
     except MmlabError:
         return ""
+
+
+def layout_text(plan: Plan) -> str:
+    """The layout of a plan in words: "6 ranks: vision_dp 2, tp 2, pp 2, zero1"."""
     p = plan.parallel
     parts = [f"{name} {getattr(p, name)}" for name in DEGREES if getattr(p, name) > 1]
     parts += [value for value in (p.sharding,) if value != "none"]

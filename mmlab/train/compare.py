@@ -141,8 +141,6 @@ def _ratio(difference: float, norm: float) -> float | None:
 
 def main(arguments: list[str]) -> int:
     """The addresses of two checkpoints as JSON; prints the result as JSON. 1 and a sentence when it fails."""
-    os.nice(5)  # a run beside it comes first
-    torch.set_num_threads(1)
     try:
         found = compare_weights(*(Location(address) for address in json.loads(arguments[0])))
     except (MmlabError, OSError) as error:
@@ -156,4 +154,6 @@ def main(arguments: list[str]) -> int:
 
 
 if __name__ == "__main__":
+    os.nice(5)  # a run beside it comes first
+    torch.set_num_threads(1)
     sys.exit(main(sys.argv[1:]))

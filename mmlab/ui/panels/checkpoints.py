@@ -10,6 +10,7 @@ from html import escape
 from typing import Any
 
 from mmlab.errors import MmlabError
+from mmlab.tracking.checkpoints import layout_text
 from mmlab.tracking.sent import Sent
 from mmlab.tracking.tables import size
 from mmlab.tracking.tree import CheckpointTree, lineage_text, saved_text
@@ -146,7 +147,7 @@ class Checkpoints(RunPanel):
         ):
             try:
                 made = plan()
-                found[what] = {"ok": True, "text": f"{made.world_size} ranks, {made.train.steps} steps in all"}
+                found[what] = {"ok": True, "text": f"{layout_text(made)}; {made.train.steps} steps in all"}
             except MmlabError as error:
                 found[what] = {"ok": False, "text": str(error)}
         return found
@@ -175,8 +176,7 @@ class Checkpoints(RunPanel):
 
 
 def changes_of(text: str) -> list[str]:
-    """Changes to a plan as typed into one line: "parallel.tp=2, train.steps=80"; a plan's name or path may come first.
-    """
+    """Changes to a plan as typed into one line: "parallel.tp=2, train.steps=80"; a plan's name may come first."""
     return [part for part in _NEXT.split(text.strip()) if part]
 
 
@@ -186,5 +186,19 @@ def _slim(node: dict[str, Any]) -> dict[str, Any]:
         return {"kind": "lineage", "depth": node["depth"], "text": lineage_text(node), "here": node["last"]}
     if node["kind"] == "run":
         return {"kind": "run", "depth": node["depth"], "text": node["run"]}
-    keys = ("kind", "depth", "name", "step", "loss", "layout", "samples", "bytes", "shared_bytes", "periodic", "current")
-    return {key: node[key] for key in keys} | {"saved": saved_text(node), "frozen": node["frozen"]}
+    keys = (
+        "kind",
+        "depth",
+        "name",
+        "step",
+        "loss",
+        "layout",
+        "samples",
+        "bytes",
+        "shared_bytes",
+        "periodic",
+        "current",
+    )
+    return {key: node[key] for key in keys} | {
+        "when": time.strftime("%m-%d %H:%M:%S", time.localtime(node["time"] or 0))
+    }

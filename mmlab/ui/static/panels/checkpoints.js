@@ -1,8 +1,8 @@
 /* The checkpoint browser: a tree as a table with check boxes; one chosen shows what it holds, two are compared. */
 const CK_INDENT = 16; // px a level
 const CK_PAUSE = 350; // ms after a key until the changes that were typed are checked
-const CK_COLUMNS = [["checkpoint", ""], ["step", "mm-ck-n"], ["loss", "mm-ck-n"], ["layout", "mm-ck-medium"], ["samples", "mm-ck-n mm-ck-wide"],
-  ["size", "mm-ck-n mm-ck-medium"], ["kept", "mm-ck-wide"], ["saved", "mm-ck-wide"]];
+const CK_COLUMNS = [["checkpoint", ""], ["step", "mm-ck-n"], ["loss", "mm-ck-n"], ["layout", "mm-ck-line mm-ck-medium"], ["samples", "mm-ck-n mm-ck-wide"],
+  ["size", "mm-ck-n mm-ck-medium"], ["kept", "mm-ck-line mm-ck-wide"], ["saved", "mm-ck-line mm-ck-wide"]];
 
 PANELS.checkpoints = class extends Panel {
   static title = "Checkpoints";
@@ -75,7 +75,7 @@ PANELS.checkpoints = class extends Panel {
     const label = make("label", { class: "mm-ck-name" }, box, make("span", {}, node.name));
     if (!node.current) label.append(make("span", { class: "mm-ck-back" }, t("(taken back)")));
     const shared = node.shared_bytes ? t("{0} + {1} frozen", bytes(node.bytes), bytes(node.shared_bytes)) : bytes(node.bytes);
-    const cells = [number(node.step, 9), number(node.loss), node.layout, number(node.samples, 9), shared, node.periodic ? t("until newer ones") : t("for good"), node.saved];
+    const cells = [number(node.step, 9), number(node.loss), node.layout, number(node.samples, 9), shared, node.periodic ? t("until newer ones") : t("for good"), node.when];
     return make("tr", { class: chosen ? "mm-ck-chosen" : null }, make("td", { style: indent }, label),
       ...cells.map((text, index) => make("td", { class: CK_COLUMNS[index + 1][1] || null }, text)));
   }
@@ -102,6 +102,7 @@ PANELS.checkpoints = class extends Panel {
     }
     this.forceButton.hidden = true;
     this.asked += 1;
+    this.checks = (this.checks ?? 0) + 1; // an answer about another one comes too late
     this.enable();
     put(this.checked, "");
     if (this.chosen.length === 1) { this.details(); this.check(); }
