@@ -27,6 +27,7 @@ from mmlab.tracking import checkpoints
 from mmlab.tracking.bottleneck import Bottleneck
 from mmlab.tracking.compression import CompressionTable
 from mmlab.tracking.ledger import Ledger
+from mmlab.tracking.traced import MeasuredSchedule, Traces
 from mmlab.tracking.traffic import TrafficTable
 
 if TYPE_CHECKING:
@@ -50,6 +51,7 @@ class RunRecord:
         self._plan: Plan | None = None
         self._plan_file = (0, 0)
         self._host = socket.gethostname()
+        self._traces = Traces(self.paths.traces)
 
     @property
     def id(self) -> str:
@@ -294,16 +296,27 @@ class RunRecord:
         ages = {lineage["id"]: age for age, lineage in enumerate(self.lineages())}
         return min(wanted, key=lambda pair: (ages.get(pair[0]["lineage"], len(ages)), -pair[0]["time"]))
 
+    def traced_steps(self) -> list[int]:
+        """Steps that all ranks traced, in the order of their traces."""
+        return self._traces.steps(int(self.info.get("world_size", 0)))
+
     def traces(self, step: int | None = None) -> dict[int, dict[str, Any]]:
         """Measured ops of a step (default: the last one that all ranks traced), by rank: {"step", "t0", "ops"}."""
-        by_step: dict[int, dict[int, dict[str, Any]]] = {}
-        for path in self.paths.traces.glob("rank-*.jsonl"):
-            rank = int(path.stem.split("-")[1])
-            for record in read_events(path)[0]:
-                if step is None or record["step"] == step:
-                    by_step.setdefault(record["step"], {})[rank] = record
-        whole = [found for found, ranks in by_step.items() if len(ranks) == self.info.get("world_size")]
-        return dict(sorted(by_step[max(whole)].items())) if whole else {}
+        steps = self.traced_steps()
+        if not steps or (step is not None and step not in steps):
+            return {}
+        return self._traces.load(steps[-1] if step is None else step, int(self.info["world_size"]))
+
+    def measured(self, step: int | None = None) -> MeasuredSchedule:
+        """A step as measured (default: the last one that all ranks traced). MmlabError lists those there are."""
+        if not (traces := self.traces(step)):
+            steps = self.traced_steps()
+            known = f"steps {', '.join(map(str, steps[-12:]))}" if steps else "none yet"
+            every = f"tracking.trace_every is {self.plan.tracking.trace_every}"
+            raise MmlabError(
+                f"run {self.id} has no trace of {'a' if step is None else 'that'} step; it has {known}; {every}"
+            )
+        return MeasuredSchedule(self.plan, traces)
 
     def log(self, rank: int, lines: int | None = None) -> str:
         """What a rank printed (rotated files included), the last `lines` lines only if given."""

@@ -21,6 +21,7 @@ from mmlab.messages import PHASES, Ack, Beacon, EventLog, Inbox, new_command, se
 from mmlab.messages.checkpoints import seal
 from mmlab.messages.runs import create_run
 from mmlab.plan import Plan
+from mmlab.plan.simulate import estimated_costs
 
 SHARES = {
     "vision": {"data": 12, "encode": 30, "backward": 22, "exchange": 25, "reduce": 6, "optimizer": 4},
@@ -88,12 +89,14 @@ class SyntheticRun:
         spread[PHASES.index("control")] = 0.001
         return spread
 
-    def trace(self) -> None:
-        """Write the op times of the last step: the planned ones, stretched unevenly."""
-        timeline = self.plan.schedule().simulate()
-        for rank, ops in enumerate(timeline):
-            stretched = [[op.kind, op.microbatch, start * 0.011 + 0.0005 * rank, end * 0.012] for op, start, end in ops]
-            record = {"step": self.step, "t0": 1.7e9 + 0.0003 * rank, "ops": stretched}
+    def trace(self, slow: int = -1) -> None:
+        """Write the op times of the last step: as planned, each kind of op of a rank a little slower or faster; rank
+        `slow` takes twice as long."""
+        costs = {key: 0.011 * cost * self.random.uniform(0.8, 1.25) * (1 + (key[0] == slow))
+                 for key, cost in estimated_costs(self.plan).items()}  # fmt: skip
+        for rank, ops in enumerate(self.plan.schedule().simulate(costs)):
+            timed = [[op.kind, op.microbatch, start + 0.0005, end + 0.0005, op.chunk] for op, start, end in ops]
+            record = {"step": self.step, "t0": 1.7e9 + 0.0003 * rank, "ops": timed}
             with open(self.paths.traces / f"rank-{rank}.jsonl", "a", encoding="utf-8") as file:
                 file.write(json.dumps(record) + "\n")
 
