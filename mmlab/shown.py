@@ -56,6 +56,11 @@ class Shown:
         return self._part("log_view")
 
     @property
+    def checkpoint_view(self) -> Any:
+        """What was saved, branch by branch: compare, restore, branch, name, delete."""
+        return self._part("checkpoint_view")
+
+    @property
     def schedule_view(self) -> Any:
         """The pipeline schedule as planned and as measured, step by step; plays."""
         return self._part("schedule_view")

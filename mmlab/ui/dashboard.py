@@ -8,6 +8,7 @@ from typing import Any
 
 from mmlab.ui.panel import Panel
 from mmlab.ui.panels.charts import Charts
+from mmlab.ui.panels.checkpoints import Checkpoints
 from mmlab.ui.panels.compression import Compression
 from mmlab.ui.panels.controls import Controls
 from mmlab.ui.panels.events import Events
@@ -29,11 +30,12 @@ PARTS: Mapping[str, tuple[str, tuple[Make, ...]]] = {
     "samples_view": ("Samples of a run", (Samples,)),
     "log_view": ("Log of a run", (Log,)),
     "schedule_view": ("Pipeline schedule of a run", (SchedulePanel,)),
+    "checkpoint_view": ("Checkpoints of a run", (Checkpoints,)),
 }
 """Parts of the dashboard that stand alone, by the attribute of `mmlab.lab.Run`: label, panels."""
 OVERVIEW: tuple[Make, ...] = (Head, Controls, Charts, Phases, Events)
 """What the dashboard shows at once; in sight when it opens."""
-TABS: tuple[Make, ...] = (SchedulePanel, Compression, Samples, Log)
+TABS: tuple[Make, ...] = (SchedulePanel, Checkpoints, Compression, Samples, Log)
 """What it shows when asked."""
 
 

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import random
@@ -17,6 +18,7 @@ from typing import Any
 from PIL import Image, ImageDraw
 
 from mmlab.messages import PHASES, Ack, Beacon, EventLog, Inbox, new_command, send
+from mmlab.messages.checkpoints import seal
 from mmlab.messages.runs import create_run
 from mmlab.plan import Plan
 from mmlab.plan.simulate import estimated_costs
@@ -120,6 +122,37 @@ class SyntheticRun:
             text = NAMES[index] if index % 3 else NAMES[(index + 1) % 8]
             items.append({"image": f"{index}.png", "prompt": "What is this?", "truth": NAMES[index], "text": text})
         self.events.emit("samples", step=self.step, folder=str(folder), items=items)
+
+    def checkpoint(self, name: str = "", periodic: bool = True, reason: str = "every 10 steps", **about: Any) -> str:
+        """Save as a run would, but for what is in the files; `about` goes into the manifest. Its name."""
+        name = name or f"step-{self.step:06d}-{self.events.lineage}"
+        folder = self.paths.checkpoints / name
+        folder.mkdir()
+        files = {}
+        for rank in range(len(self.places)):
+            data = f"{name} {rank}".encode() * 1000
+            (folder / f"__{rank}_0.distcp").write_bytes(data)
+            files[f"__{rank}_0.distcp"] = {"size": len(data), "sha256": hashlib.sha256(data).hexdigest()}
+        taken = self.step * self.plan.data.global_batch
+        cursors = {"sources": [{"epoch": 0, "positions": [taken // 4] * 4, "lane": 0}], "taken": [taken], "offset": 0,
+                   "window": 0, "grouped": 0, "settings": {}}  # fmt: skip
+        manifest = {
+            "format": 2, "name": name, "step": self.step, "time": time.time(), "seconds": 0.4, "files": files,
+            "lineage": self.events.lineage, "cursors": cursors, "periodic": periodic, "plan": self.plan.dumps(),
+            "loss": 0.9 + 6 * math.exp(-self.step / 40), "reason": reason, "frozen": {}, **about,
+            "bytes": sum(entry["size"] for entry in files.values()), "world_size": len(self.places),
+        }  # fmt: skip
+        (folder / "manifest.json").write_text(json.dumps({**manifest, "seal": seal(manifest)}))
+        self.events.emit("checkpoint", step=self.step, name=name, path=str(folder), seconds=0.4, stall=0.01,
+                         bytes=manifest["bytes"], shared_bytes=0, periodic=periodic, reason=reason)  # fmt: skip
+        return name
+
+    def restore(self, name: str, lineage: str) -> None:
+        """Go back to a checkpoint, on a new lineage."""
+        manifest = json.loads((self.paths.checkpoints / name / "manifest.json").read_text())
+        self.step, self.events.lineage = manifest["step"], lineage
+        self.events.emit("lineage", step=self.step, id=lineage, parent=manifest["lineage"], parent_step=self.step)
+        self.events.emit("restore", step=self.step, name=name, from_step=self.step, values={})
 
     def state(self, state: str, reason: str = "") -> None:
         self.events.emit("state", state=state, step=self.step, reason=reason)
