@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from html import escape
 from typing import Any, ClassVar
 
 from mmlab.ui.series import Series
 from mmlab.ui.source import RunSource
 from mmlab.ui.view import Points
+
+
+@dataclass(frozen=True)
+class Reply:
+    """An answer with binary data; the page finds it as `answer.buffers` (DataViews)."""
+
+    value: dict[str, Any]
+    buffers: Sequence[bytes]
 
 
 class Panel:
@@ -39,8 +48,8 @@ class Panel:
         return {}
 
     def handle(self, verb: str, args: dict[str, Any]) -> Any:
-        """Carry out what a page asks, return the answer (JSON). Any thread; never waits for training. An MmlabError,
-        ValueError or TypeError becomes the refusal that the page shows."""
+        """Carry out what a page asks, return the answer (JSON, or a `Reply`). Any thread; never waits for training.
+        An MmlabError, ValueError or TypeError becomes the refusal that the page shows."""
         raise ValueError(f"unknown request {verb!r}")
 
     def text(self) -> str:

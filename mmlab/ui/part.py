@@ -15,7 +15,7 @@ from typing import Any
 from uuid import uuid4
 
 from mmlab.errors import MmlabError
-from mmlab.ui.panel import Panel
+from mmlab.ui.panel import Panel, Reply
 from mmlab.ui.series import Series
 from mmlab.ui.source import Source
 from mmlab.ui.view import View
@@ -54,6 +54,7 @@ class Part:
         self._want_history = threading.Event()
         self._want_history.set()
         self._seen = time.monotonic()
+        self._pages: dict[str, tuple[float, set[str]]] = {}
         self._displays: list[str] = []
         self._shown_state = ""
         self._end = threading.Event()
@@ -133,7 +134,7 @@ class Part:
         self._seen = time.monotonic()
         kind = message.get("kind")
         if "shown" in message:
-            self._shown = {name for name in message["shown"] if name in self.panels}
+            self._note_sight(str(message.get("page")), {name for name in message["shown"] if name in self.panels})
         if kind == "hello":
             self._want_history.set()
         elif kind == "ask":
@@ -144,18 +145,27 @@ class Part:
             else:
                 self._answer(message)
 
+    def _note_sight(self, page: str, shown: set[str]) -> None:
+        """In sight is what any page of the last half minute shows: two browsers may look at different tabs."""
+        pages = list(self._pages.items())
+        fresh = {name: told for name, told in pages if self._seen - told[0] < SEEN_FOR}
+        self._pages = fresh | {page: (self._seen, shown)}
+        self._shown = set().union(*(names for _, names in self._pages.values()))
+
     def _answer(self, message: dict[str, Any]) -> None:
         """Have a panel carry out a request. Refusals go to the page, never into the comm channel."""
-        panel = self.panels.get(str(message.get("panel")))
-        reply: dict[str, Any] = {"kind": "reply", "token": message.get("token")}
+        panel, token = self.panels.get(str(message.get("panel"))), message.get("token")
         try:
             if panel is None:
                 raise ValueError(f"no panel {message.get('panel')!r}")
-            reply["value"] = panel.handle(str(message.get("verb")), dict(message.get("args") or {}))
+            value = panel.handle(str(message.get("verb")), dict(message.get("args") or {}))
         except (MmlabError, ValueError, TypeError, KeyError, OSError) as error:
-            reply["refusal"] = str(error)
-        if self._view is not None:
-            self._view.send(reply)
+            self.view.refuse(token, str(error))
+            return
+        if isinstance(value, Reply):
+            self.view.reply(token, value.value, value.buffers)
+        else:
+            self.view.reply(token, value)
 
     def _work(self) -> None:
         sent = 0.0
@@ -180,9 +190,9 @@ class Part:
         now = time.monotonic()
         with self.source.lock:
             for name, panel in self.panels.items():
-                made, _ = self._frames.get(name, (float("-inf"), {}))
+                made, before = self._frames.get(name, (float("-inf"), {}))
                 if name in self._shown and now - made >= panel.every:
-                    self._frames[name] = (now, panel.frame())
+                    self._frames[name] = (now, _frame(panel, before))
         return {name: frame for name, (_, frame) in self._frames.items()}
 
     def _send(self) -> None:
@@ -232,6 +242,15 @@ class Part:
             # Outside the cell's context: nbclient takes updates only from the request that runs just now, and
             # JupyterLab finds the output by its display id whatever the request.
             contextvars.Context().run(publish, data, metadata, display_id, True)
+
+
+def _frame(panel: Panel, before: dict[str, Any]) -> dict[str, Any]:
+    """What a panel shows; one that fails says so, and the others go on."""
+    try:
+        frame = panel.frame()
+    except Exception as error:
+        return before | {"problem": f"{type(error).__name__}: {error}"}
+    return frame | {"problem": ""} if "problem" in before else frame
 
 
 def publish(data: dict[str, Any], metadata: dict[str, Any], display_id: str = "", update: bool = False) -> None:

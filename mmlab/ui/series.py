@@ -7,8 +7,8 @@ as much room as a few thousand.
 
 from __future__ import annotations
 
-import math
 from array import array
+from math import isfinite
 
 CAPACITY = 4000
 """Points kept for each curve: more than twice the pixels of a wide chart."""
@@ -25,16 +25,34 @@ class Series:
         self._x = array("d")
         self._y = array("d")
         self._bucket = 1
-        self._open: list[tuple[float, float]] = []
+        self._low: tuple[float, float] | None = None
+        self._high: tuple[float, float] | None = None
         self._seen = 0
 
     def __len__(self) -> int:
-        return len(self._x) + len(self._open)
+        return len(self._x) + len(self._open())
+
+    @property
+    def whole(self) -> bool:
+        """Whether no point has been merged yet."""
+        return self._bucket == 1
 
     def add(self, x: float, y: float) -> None:
         """Append a point."""
-        self.last = (x, y)
-        self._open = _extremes([*self._open, (x, y)]) if self._bucket > 1 else [(x, y)]
+        self.last = point = (x, y)
+        if self._bucket == 1:
+            self._x.append(x)
+            self._y.append(y)
+            if len(self._x) >= self.capacity:
+                self._halve()
+            return
+        low, high = self._low, self._high
+        if low is None or high is None or not isfinite(low[1]):
+            self._low = self._high = point
+        elif y < low[1] and isfinite(y):
+            self._low = point
+        elif y > high[1] and isfinite(y):
+            self._high = point
         self._seen += 1
         if self._seen >= self._bucket:
             self._close()
@@ -42,7 +60,7 @@ class Series:
     def points(self) -> tuple[array[float], array[float]]:
         """Copies of all x and y, in order."""
         x, y = self._x[:], self._y[:]
-        for point in self._open:
+        for point in self._open():
             x.append(point[0])
             y.append(point[1])
         return x, y
@@ -52,14 +70,20 @@ class Series:
         kept = [point for point in zip(*self.points(), strict=True) if point[0] <= x]
         self._x = array("d", (point[0] for point in kept))
         self._y = array("d", (point[1] for point in kept))
-        self._open, self._seen = [], 0
+        self._low, self._high, self._seen = None, None, 0
         self.last = kept[-1] if kept else None
 
+    def _open(self) -> list[tuple[float, float]]:
+        """The extremes of the bucket that is not full yet."""
+        if self._low is None or self._high is None:
+            return []
+        return [self._low] if self._low[0] == self._high[0] else sorted((self._low, self._high))
+
     def _close(self) -> None:
-        for x, y in self._open:
+        for x, y in self._open():
             self._x.append(x)
             self._y.append(y)
-        self._open, self._seen = [], 0
+        self._low, self._high, self._seen = None, None, 0
         if len(self._x) >= self.capacity:
             self._halve()
 
@@ -74,7 +98,7 @@ class Series:
 
 def _extremes(points: list[tuple[float, float]]) -> list[tuple[float, float]]:
     """The lowest and the highest point in order of x; points that are no numbers count only when alone."""
-    numbers = [point for point in points if math.isfinite(point[1])] or points[-1:]
+    numbers = [point for point in points if isfinite(point[1])] or points[-1:]
     low = min(numbers, key=lambda point: point[1])
     high = max(numbers, key=lambda point: point[1])
     return [low] if low[0] == high[0] else sorted((low, high))

@@ -67,7 +67,7 @@ class Stage:
         view = part.view
         view.send = self._take  # type: ignore[method-assign]  this one object's wire
         state = {"code": view.code, "layout_": view.layout_, "still": view.still, "language": view.language}
-        page.evaluate(MOUNT, [View._esm, state, {"script": code().script, "style": code().style}])
+        page.evaluate(MOUNT, [View._esm, state, {"packed": code().packed}])
 
     def _take(self, content: Any, buffers: Any = None) -> None:
         self.sent.append((content, [bytes(buffer) for buffer in buffers or []]))

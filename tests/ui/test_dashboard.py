@@ -29,6 +29,8 @@ class Screen:
         self.times: list[float] = []
         self.outputs: dict[str, dict[str, Any]] = {}
         self.published = 0
+        self.curves: dict[str, int] = {}
+        self._names: list[str] = []
         monkeypatch.setattr(View, "send", lambda _, content, buffers=None: self.take(content, buffers))
         monkeypatch.setattr(dashboards, "publish", self.publish)
 
@@ -37,6 +39,13 @@ class Screen:
             self.replies[content["token"]] = content
             return
         assert len(buffers) == 2 * len(content["curves"])
+        if content["kind"] == "history":
+            self._names, self.curves = [], {}
+        for name, count in content["curves"]:
+            if isinstance(name, str):
+                self._names.append(name)
+            known = name if isinstance(name, str) else self._names[name]
+            self.curves[known] = self.curves.get(known, 0) + count
         self.messages.append(content)
         self.times.append(time.monotonic())
 
@@ -50,7 +59,9 @@ class Screen:
         frame: dict[str, Any] = {}
         for message in self.messages:
             new = message["frames"].get(panel, {})
-            frame = new if message["kind"] == "history" else frame | new
+            moved = message.get("moved", {}).get(panel, {})
+            lists = {key: [*frame[key][gone:], *came] for key, (gone, came) in moved.items()}
+            frame = new if message["kind"] == "history" else frame | new | lists
         return frame
 
 
@@ -61,11 +72,10 @@ def screen(monkeypatch: pytest.MonkeyPatch) -> Screen:
 
 @pytest.fixture
 def shown(started: SyntheticRun, screen: Screen) -> Iterator[Dashboard]:
-    """A dashboard on the started run, shown in one cell, with one view that asked for the history."""
+    """A dashboard on the started run, shown in one cell; the first history is sent."""
     started.train(5)
     dashboard = Dashboard(InboxRun(started.dir), started.dir, period=0.02)
     dashboard.show()
-    say(dashboard, kind="hello")
     until(lambda: screen.messages)
     yield dashboard
     dashboard.close()
@@ -94,7 +104,7 @@ def test_a_view_gets_history_then_increments(shown: Dashboard, screen: Screen, s
     started.train(3)
     until(lambda: screen.frame()["step"] == 8)
     assert {message["kind"] for message in screen.messages[1:]} == {"tick"}
-    assert sum(dict(message["curves"]).get("loss", 0) for message in screen.messages[1:]) == 3
+    assert screen.curves["loss"] == screen.curves["images_per_s"] == 8
     frame = screen.frame()
     assert screen.frame("phases")["roles"][0] == "vision 0"
     assert len(screen.frame("phases")["rows"]) == 6

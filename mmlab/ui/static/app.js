@@ -1,12 +1,15 @@
 /* Mounts a view's panels: stacked, or as the board with tabs for what is not always in sight. */
 const ALWAYS = ["head", "controls"];
 const OVERVIEW = ["charts", "phases", "events"];
+const FOCUSABLE = "button, input, select, textarea, summary, a[href], [tabindex]";
+const FOCUS_KEPT = 5_000; // ms after its last use for which a renewed view gives the keyboard back to what had it
+const THEMES = ["data-jp-theme-light", "data-jp-theme-name", "data-vscode-theme-kind", "class", "theme"];
 
 class App {
   constructor(store, el) {
     this.store = store;
     const { label, arrangement, panels } = store.layout;
-    this.root = make("div", { class: "mm-board", role: "region", "aria-label": t(label) });
+    this.root = make("div", { class: "mm-board", role: "region", lang: spoken, "aria-label": t(label) });
     this.panels = Object.fromEntries(panels.map((name) => [name, new PANELS[name](store, name)]));
     this.notice = make("p", { class: "mm-notice", role: "status" });
     this.root.append(this.notice);
@@ -51,6 +54,7 @@ class App {
     if (!tell) return;
     this.store.here();
     this.restyle();
+    this.each((panel) => panel.resize());
     this.update(this.store.frames, true);
   }
 
@@ -59,17 +63,36 @@ class App {
   listen() {
     this.sizes = new ResizeObserver(() => {
       if (!this.root.clientWidth) return;
-      if (!this.styled) this.restyle();
+      this.restyle();
       this.each((panel) => panel.resize());
     });
     this.sizes.observe(this.root);
     this.themes = new MutationObserver(() => this.restyle());
-    this.themes.observe(document.body, { attributes: true, attributeFilter: ["data-jp-theme-light", "data-jp-theme-name", "class"] });
+    for (const node of [document.documentElement, document.body]) this.themes.observe(node, { attributes: true, attributeFilter: THEMES });
+    for (const kind of ["focusin", "keydown", "click"]) this.root.addEventListener(kind, () => this.use());
+    this.root.addEventListener("focusout", ({ relatedTarget }) => { if (relatedTarget && !this.root.contains(relatedTarget)) this.store.used = null; });
     this.timer = setInterval(() => this.store.here(), HERE_EVERY);
     this.store.views.add(this);
     this.store.here();
     if (Object.keys(this.store.frames).length) this.update(this.store.frames, true);
     else this.silence = setTimeout(() => this.silent(), BUSY_AFTER);
+    requestAnimationFrame(() => this.refocus());
+  }
+
+  places() { return [...this.root.querySelectorAll(FOCUSABLE)].map((node) => [node.closest(".mm-panel")?.getAttribute("aria-label") ?? "", node]); }
+
+  use() { // the kernel replaces the cell's output when a run pauses: note what has the keyboard
+    const places = this.places();
+    const index = places.findIndex(([, node]) => node === document.activeElement);
+    if (index < 0) return;
+    const [panel] = places[index];
+    this.store.used = { panel, nth: places.slice(0, index).filter(([name]) => name === panel).length, at: Date.now() };
+  }
+
+  refocus() {
+    const { panel, nth, at } = this.store.used ?? { at: -Infinity };
+    if (Date.now() - at > FOCUS_KEPT || document.activeElement !== document.body) return;
+    this.places().filter(([name]) => name === panel)[nth]?.[1].focus({ preventScroll: true });
   }
 
   silent() { // no kernel, or one that runs a cell
@@ -82,20 +105,24 @@ class App {
 
   update(changed, curves) {
     if (this.silence) { clearTimeout(this.silence); this.silence = null; put(this.notice, ""); this.still?.remove(); }
-    this.each((panel, name) => { if (changed[name] || curves) panel.update(changed[name] ?? {}, curves); });
+    this.each((panel, name) => {
+      if (changed[name] && "problem" in changed[name]) panel.trouble(changed[name].problem);
+      if (changed[name] || curves) panel.update(changed[name] ?? {}, curves);
+    });
   }
 
-  restyle() {
-    const [r, g, b] = (getComputedStyle(this.root).backgroundColor.match(/[\d.]+/g) ?? [255, 255, 255]).map(Number);
+  restyle() { // panels in sight that have not been drawn in this theme yet
+    const style = getComputedStyle(this.root);
+    const [r, g, b] = (style.backgroundColor.match(/[\d.]+/g) ?? [255, 255, 255]).map(Number);
     this.root.classList.toggle("mm-dark", 0.3 * r + 0.59 * g + 0.11 * b < 128);
     if (!this.root.clientWidth) return;
-    this.styled = true;
-    const style = getComputedStyle(this.root);
-    this.each((panel) => panel.restyle(style));
+    const theme = `${style.backgroundColor} ${style.color}`;
+    this.each((panel) => { if (panel.theme !== theme) { panel.theme = theme; panel.restyle(style); } });
   }
 
   dispose() {
     this.store.views.delete(this);
+    this.store.here();
     this.sizes.disconnect();
     this.themes.disconnect();
     clearInterval(this.timer);
@@ -104,9 +131,9 @@ class App {
   }
 }
 
-function mount(store, el, style) {
+function mount(store, el) {
   speak(store.model.get("language") || document.documentElement.lang);
-  el.append(make("style", {}, style));
+  el.append(make("style", {}, STYLE));
   const app = new App(store, el);
   return () => app.dispose();
 }

@@ -7,9 +7,11 @@ const ENDED = ["finished", "stopped", "failed"];
 
 /* ---- words: each text that a person reads goes through t(), with {0}, {1} for values ---- */
 let words = {};
+let spoken = "en"; // the language of words, for screen readers
 function speak(language) { // zh, zh-CN, zh_Hans_CN: the catalogue of that language, whatever the place; without one English
   const main = (code) => code.toLowerCase().split(/[-_.]/)[0];
-  words = CATALOGUES[Object.keys(CATALOGUES).find((key) => main(key) === main(language ?? ""))] ?? {};
+  spoken = Object.keys(CATALOGUES).find((key) => main(key) === main(language ?? "")) ?? "en";
+  words = CATALOGUES[spoken] ?? {};
 }
 function t(text, ...values) { return (words[text] ?? text).replace(/\{(\d)\}/g, (_, index) => values[index]); }
 
@@ -81,15 +83,17 @@ function field(attributes, enter = null) {
 
 /* ---- curves: bounded by asking for the decimated history when they grow too long ---- */
 class Curves {
-  constructor() { this.all = {}; }
+  constructor() { this.all = {}; this.names = []; }
 
   take(sizes, buffers, replace) {
-    if (replace) this.all = {};
+    if (replace) { this.all = {}; this.names = []; }
     sizes.forEach(([name, count], index) => {
+      const known = typeof name === "number";
+      if (!known) this.names.push(name);
       const copy = (view) => view.buffer.slice(view.byteOffset, view.byteOffset + view.byteLength);
       const x = new Float64Array(copy(buffers[2 * index]));
       const y = new Float32Array(copy(buffers[2 * index + 1]));
-      const curve = (this.all[name] ??= { x: [], y: [] });
+      const curve = (this.all[known ? this.names[name] : name] ??= { x: [], y: [] });
       for (let i = 0; i < count; i++) { curve.x.push(x[i]); curve.y.push(y[i]); }
     });
   }
@@ -108,6 +112,7 @@ class Store {
     this.seq = null; // number of the last message taken; null while the history is on its way
     this.views = new Set();
     this.asked = new Map(); // token -> {resolve, reject, timer}
+    this.page = Math.random().toString(36).slice(2); // which page says what is in sight
     this.onMessage = (message, buffers) => this.receive(message, buffers ?? []);
     model.on("msg:custom", this.onMessage);
     this.hello();
@@ -123,11 +128,11 @@ class Store {
 
   shown() { return [...new Set([...this.views].flatMap((view) => view.shown()))]; }
 
-  here() { this.model.send({ kind: "here", shown: this.shown() }); }
+  here() { this.model.send({ kind: "here", page: this.page, shown: this.shown() }); }
 
   hello(wait = ASK_AGAIN) { // a page that is just reconnecting loses messages, so ask until the history is here
     this.seq = null;
-    this.model.send(this.views.size ? { kind: "hello", shown: this.shown() } : { kind: "hello" });
+    this.model.send(this.views.size ? { kind: "hello", page: this.page, shown: this.shown() } : { kind: "hello" });
     clearTimeout(this.again);
     this.again = setTimeout(() => { if (this.seq === null) this.hello(Math.min(2 * wait, 60_000)); }, wait);
   }
@@ -143,23 +148,33 @@ class Store {
   }
 
   receive(message, buffers) {
-    if (message.kind === "reply") { this.reply(message); return; }
+    if (message.kind === "reply") { this.reply(message, buffers); return; }
     const history = message.kind === "history";
     if (!history && this.seq === null) return;
     if (!history && message.seq !== this.seq + 1) { this.hello(); return; }
     this.seq = message.seq;
-    for (const [name, frame] of Object.entries(message.frames)) this.frames[name] = history ? frame : { ...this.frames[name], ...frame };
+    const changed = this.moved(message);
+    for (const [name, frame] of Object.entries(changed)) this.frames[name] = history ? frame : { ...this.frames[name], ...frame };
     this.curves.take(message.curves, buffers, history);
     if (this.curves.longest() > MOST_POINTS) this.hello();
-    for (const view of this.views) view.update(history ? this.frames : message.frames, history || message.curves.length > 0);
+    for (const view of this.views) view.update(history ? this.frames : changed, history || message.curves.length > 0);
   }
 
-  reply({ token, value, refusal }) {
+  moved({ frames, moved = {} }) { // lists that only moved on are told by what went at the front and came at the end
+    const all = { ...frames };
+    for (const [name, lists] of Object.entries(moved)) {
+      all[name] = { ...all[name] };
+      for (const [key, [gone, came]] of Object.entries(lists)) all[name][key] = [...this.frames[name][key].slice(gone), ...came];
+    }
+    return all;
+  }
+
+  reply({ token, value, refusal }, buffers) {
     const asked = this.asked.get(token);
     if (!asked) return; // another page's
     this.asked.delete(token);
     clearTimeout(asked.timer);
-    if (refusal === undefined) asked.resolve(value); else asked.reject(new Error(refusal));
+    if (refusal === undefined) asked.resolve(buffers.length ? { ...value, buffers } : value); else asked.reject(new Error(refusal));
   }
 }
 
@@ -180,6 +195,11 @@ class Panel {
   get curves() { return this.store.curves; }
 
   ask(verb, args = {}, busy = null) { return this.store.ask(this.name, verb, args, busy); }
+
+  trouble(text) { // its kernel side failed: the others go on
+    this.node.querySelector(":scope > .mm-trouble")?.remove();
+    if (text) this.node.prepend(make("p", { class: "mm-trouble mm-bad", role: "alert" }, t("{0} cannot be shown right now: {1}", t(this.constructor.title), text)));
+  }
 
   update(changed, curves) {} // `changed`: the keys of the frame that have changed; `curves`: whether points came
 

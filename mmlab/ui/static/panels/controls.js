@@ -1,5 +1,4 @@
 /* Buttons: a command is sent, passed on by the kernel, applied at a step boundary on all ranks. */
-const REFOCUS = 5_000; // ms after a button was pressed in which a renewed view focuses it again
 
 PANELS.controls = class extends Panel {
   static title = "Steer the run";
@@ -12,16 +11,9 @@ PANELS.controls = class extends Panel {
       button(t("Checkpoint"), () => this.command("checkpoint"), { title: t("Save after the step under way") }),
       button(t("Stop"), () => this.command("stop"), { title: t("End the run after the step under way"), class: "mm-stop", sure: true }),
       button(t("Abort"), () => this.command("abort"), { title: t("End the run at once, also one that is stuck; nothing is saved"), class: "mm-abort", sure: true })];
-    this.buttons.forEach((node, index) => node.addEventListener("click", () => { store.used = { index, at: Date.now() }; }));
     this.said = make("span", { class: "mm-said", role: "status", "aria-live": "polite" });
     this.rates = make("div", { class: "mm-rates", role: "group", "aria-label": t("Base learning rates") });
     this.node.append(make("div", { class: "mm-tools", role: "toolbar", "aria-label": t("Steer the run") }, ...this.buttons, this.said), this.rates);
-    requestAnimationFrame(() => this.refocus());
-  }
-
-  refocus() { // a pause replaces the cell's output: the button that was pressed must not lose the keyboard
-    const used = this.store.used;
-    if (used && Date.now() - used.at < REFOCUS && document.activeElement === document.body) this.buttons[used.index].focus({ preventScroll: true });
   }
 
   step() { this.command("step", { n: Math.max(1, Math.round(Number(this.n.value) || 1)) }); }
