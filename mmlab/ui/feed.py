@@ -12,6 +12,7 @@ from typing import Any
 
 from mmlab.messages import ENDED, PHASES, Event, RunPaths, read_events
 from mmlab.plan import Plan
+from mmlab.tracking.bottleneck import SKIPPED
 from mmlab.tracking.record import RunRecord
 from mmlab.ui.series import Series
 
@@ -53,6 +54,10 @@ class Feed:
         self.samples: Event = {}
         self.states: list[Event] = []
         self.commands: deque[Event] = deque(maxlen=500)
+        self.last_steps: deque[Event] = deque(maxlen=WINDOW + SKIPPED)
+        """The last `step` events of the current lineage and layout."""
+        self.moved = 0
+        """The step after which the ranks got their present layout."""
         self.cuts = 0
         self._phases: deque[list[list[float]]] = deque(maxlen=WINDOW)
         self._offset = 0
@@ -125,6 +130,8 @@ class Feed:
             if event.get("ok") and event.get("verb") == "set":
                 self._take_values(event.get("args", {}).get("values", {}))
         elif kind == "relayout":
+            self.moved = int(event["step"])
+            self.last_steps.clear()
             self.steps = int(event.get("steps", self.steps))
             self.rates = {name: getattr(self.plan.train, name).lr for name in self.rates}
         elif kind == "restore":
@@ -134,6 +141,7 @@ class Feed:
 
     def _take_step(self, event: Event) -> None:
         self.last = event
+        self.last_steps.append(event)
         self.step = int(event.get("step", self.step))
         for name in ("loss", "tokens_per_s", "images_per_s", "grad_norm_total", "data_wait"):
             if (value := event.get(name)) is not None:
@@ -158,6 +166,7 @@ class Feed:
             series.cut(step)
         self.step = step
         self.cuts += 1
+        self.last_steps.clear()
         self._phases.clear()
 
     def _take_values(self, values: dict[str, Any]) -> None:
