@@ -15,10 +15,10 @@ import pytest
 from ui.synthetic import SyntheticRun
 
 from mmlab.cli import run_command
-from mmlab.cli.labs import NOTEBOOKS, place_notebooks
 from mmlab.cli.progress import follow_run
 from mmlab.cli.training import results_of
 from mmlab.errors import LabError
+from mmlab.lessons import NOTEBOOKS, place_notebooks
 from mmlab.plan import Plan, preset_names
 from mmlab.tracking.record import RunRecord
 

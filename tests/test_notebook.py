@@ -10,7 +10,7 @@ import nbformat
 import pytest
 from nbclient import NotebookClient
 
-from mmlab.cli.labs import NOTEBOOKS, packaged_notebook
+from mmlab.lessons import NOTEBOOKS, packaged_notebook
 
 ROOT = Path(__file__).resolve().parent.parent
 STEERED = "Lab( check() layout() schedule() train( pause() step( set( checkpoint( restore( stop() close()"

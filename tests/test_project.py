@@ -46,7 +46,8 @@ def test_files_and_functions_are_short_or_listed_with_a_reason():
 
 def test_what_a_kernel_imports_needs_no_torch():
     faces = (
-        "mmlab.plan, mmlab.messages, mmlab.tracking.record, mmlab.lab, mmlab.cli, mmlab.ui.dashboard, mmlab.ui.report"
+        "mmlab.plan, mmlab.messages, mmlab.tracking.record, mmlab.lab, mmlab.cli, mmlab.ui.dashboard, mmlab.ui.report, "
+        "mmlab.server.app"
     )
     program = f"import sys, mmlab, {faces}\nprint(*(n for n in ('torch', 'ipyparallel') if n in sys.modules))"
     ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import shutil
 import subprocess
 import sys
-from importlib.resources import files
 from pathlib import Path
 from typing import Annotated
 
@@ -13,15 +11,7 @@ import typer
 
 from mmlab.cli.shared import console
 from mmlab.errors import LabError
-
-NOTEBOOKS = (
-    "01_quickstart.ipynb",
-    "02_pipeline_schedules.ipynb",
-    "05_gradient_compression.ipynb",
-    "06_kill_a_rank.ipynb",
-    "07_feeding_the_ranks.ipynb",
-)
-"""Notebooks that come with the package; JupyterLab opens on the first."""
+from mmlab.lessons import place_notebooks
 
 
 def register(app: typer.Typer) -> None:
@@ -41,6 +31,10 @@ def lab(
     passed_on = arguments or []
     if str(folder).startswith("-"):  # no folder was named: the first word is JupyterLab's already
         folder, passed_on = Path(), [str(folder), *passed_on]
+    if not has_sidebar():
+        console().print(
+            "JupyterLab without mmlab's sidebar: install mmlab again with Node 20.19 or newer on PATH to have it"
+        )
     command = [sys.executable, "-m", "jupyterlab", str(place_notebooks(folder)), *passed_on]
     process = subprocess.Popen(command)
     while True:
@@ -53,29 +47,11 @@ def lab(
         raise LabError(f"JupyterLab ended with exit code {code}; its messages are above")
 
 
-def place_notebooks(folder: Path) -> Path:
-    """Copy the notebooks into a folder, but for those that are there; the path of the quickstart one. LabError when
-    they cannot be written."""
-    for name in NOTEBOOKS:
-        target = folder / name
-        if target.exists():
-            continue
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-            shutil.copyfile(packaged_notebook(name), target)
-        except OSError as error:
-            raise LabError(f"{target}: cannot be written ({error.strerror}); name a writable folder") from None
-    return folder / NOTEBOOKS[0]
+def has_sidebar() -> bool:
+    """Whether the JupyterLab extension is installed, which needs Node at installation."""
+    from jupyter_core.paths import jupyter_path
 
-
-def packaged_notebook(name: str) -> Path:
-    """A notebook in the installed package, or in the source tree of an editable installation."""
-    package = Path(str(files("mmlab")))
-    places = (package / "notebooks" / name, package.parent / "notebooks" / name)
-    for place in places:
-        if place.is_file():
-            return place
-    raise LabError(f"the installation lacks {name}; install mmlab again")
+    return any(Path(folder, "mmlab", "package.json").is_file() for folder in jupyter_path("labextensions"))
 
 
 def list_labs() -> None:

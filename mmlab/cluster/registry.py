@@ -170,6 +170,12 @@ def attach_client(paths: LabPaths) -> None:
     write_private(paths.clients / f"{me['host']}-{me['pid']}.json", me)
 
 
+def detach_client(lab_id: str) -> None:
+    """Write down that this process does not use a lab any longer."""
+    me = this_process()
+    (LabPaths(registry() / lab_id).clients / f"{me['host']}-{me['pid']}.json").unlink(missing_ok=True)
+
+
 def live_clients(paths: LabPaths) -> int:
     """How many processes of this host use the lab; the files of dead ones are removed."""
     count = 0

@@ -1,0 +1,204 @@
+"""What the routes do, without the web: look at labs and runs, leave commands. Everything here may wait for a disk."""
+
+from __future__ import annotations
+
+import re
+import threading
+import time
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from mmlab.cluster import registry
+from mmlab.errors import LabError, MmlabError
+from mmlab.lessons import place_notebooks
+from mmlab.messages import ENDED, read_ack, read_events
+from mmlab.messages.events import TAIL, last_state, planned_steps
+from mmlab.messages.files import RunPaths, read_json
+from mmlab.server.folders import RunFolders
+from mmlab.tracking.sent import Sent
+from mmlab.tracking.steered import Steered
+from mmlab.ui.feed import Feed
+
+POINTS = 200
+"""Points of a curve."""
+FRESH = 0.5
+"""Seconds for which an overview is good for other pages too."""
+FEEDS = 8
+"""Runs whose logs are followed; the one asked for longest ago is forgotten first."""
+MOST_ENGINES = 64
+"""Engines that a page may ask for; a plan that is trained brings more."""
+COMMAND_ID = re.compile(r"\d{20}-\d+-\d+")
+
+
+class Followed(Steered):
+    """A run whose event log is read a piece at a time, and that is steered through the verbs of every other face."""
+
+    def __init__(self, run_dir: Path) -> None:
+        self.feed = Feed(run_dir, capacity=POINTS)
+        self._record = self.feed.record
+        self.lock = threading.Lock()
+        self.asked = time.monotonic()
+
+    def status(self) -> dict[str, Any]:
+        """The state now, read from what is new."""
+        with self.lock:
+            self.feed.read()
+            self.feed.look()
+            return {"state": self.feed.state, "reason": self.feed.reason}
+
+    def brief(self) -> dict[str, Any]:
+        """State, reason, step, steps, loss."""
+        status = self.status()
+        feed = self.feed
+        return status | {"step": feed.step, "steps": feed.steps, "loss": feed.last.get("loss")}
+
+    def details(self) -> dict[str, Any]:
+        """`brief` with ranks and the loss curve [[step, loss], ...]."""
+        brief = self.brief()
+        with self.lock:
+            x, y = self.feed.curves["loss"].points()
+            return brief | {
+                "doing": self.feed.doing,
+                "ranks": self.feed.ranks,
+                "curve": [[int(step), loss] for step, loss in zip(x, y, strict=True)],
+            }
+
+
+class Desk:
+    """Labs of this user and runs below a root, for the handlers. Safe from several threads."""
+
+    def __init__(self, root: Path | str) -> None:
+        self.folders = RunFolders(root)
+        self._lock = threading.Lock()
+        self._followed: dict[Path, Followed] = {}
+        self._over: dict[Path, tuple[int, dict[str, Any]]] = {}
+        self._overview: tuple[float, dict[str, Any]] | None = None
+
+    # looking
+
+    def overview(self) -> dict[str, Any]:
+        """{"labs": [...], "runs": [...]}, newest run first; the same for all who ask within FRESH seconds."""
+        with self._lock:
+            if self._overview is None or time.monotonic() - self._overview[0] > FRESH:
+                labs = self._labs()
+                runs = [self._listed(key, paths) for key, paths in self.folders.newest()]
+                self._overview = (time.monotonic(), {"labs": labs, "runs": runs})
+            return self._overview[1]
+
+    def run(self, key: str, command: str = "") -> dict[str, Any]:
+        """One run with its ranks and curve; "ack" of a command of it where one is named (None: not yet)."""
+        paths = self.folders.find(key)
+        found = self._name(key, paths) | self._follow(paths).details()
+        if command:
+            if not COMMAND_ID.fullmatch(command):
+                raise MmlabError(f"{command!r} is not a command's id")
+            ack = read_ack(paths.control, command)
+            found["ack"] = asdict(ack) if ack else None
+        return found
+
+    def _labs(self) -> list[dict[str, Any]]:
+        """Live labs: as `Lab.status()`, with "runs" (keys, oldest first) and "outside" (how many of its runs are not
+        below the root)."""
+        found = []
+        for paths in registry.live_labs():
+            info = read_json(paths.state) or {}
+            keys = [self.folders.key(folder) for folder in info.get("runs", []) if Path(folder, "run.json").is_file()]
+            inside = [key for key in keys if key is not None]
+            status = registry.status(paths, read_json(paths.config) or {})
+            found.append(status | {"runs": inside, "outside": len(keys) - len(inside)})
+        return found
+
+    def _name(self, key: str, paths: RunPaths) -> dict[str, Any]:
+        info = read_json(paths.run) or {}
+        lab = Path((info.get("lab") or {}).get("root", "")).name
+        known = {"key": key, "id": paths.root.name, "created": info.get("created", 0.0), "lab": lab}
+        return known | {"generation": info.get("generation", 0), "world_size": info.get("world_size", 0)}
+
+    def _listed(self, key: str, paths: RunPaths) -> dict[str, Any]:
+        """A run in a list. Of one that has ended only the end of the log is read, once."""
+        try:
+            if last_state(paths.events) in ENDED:
+                return self._name(key, paths) | self._ended(paths)
+            return self._name(key, paths) | self._follow(paths).brief()
+        except (MmlabError, OSError, ValueError) as error:  # a damaged folder is no reason to show no other run
+            return self._name(key, paths) | {"state": "unreadable", "reason": str(error), "step": 0, "steps": 0}
+
+    def _ended(self, paths: RunPaths) -> dict[str, Any]:
+        size = paths.events.stat().st_size
+        known = self._over.get(paths.root)
+        if known is None or known[0] != size:
+            events, _ = read_events(paths.events, max(0, size - TAIL))
+            state = next((e for e in reversed(events) if e["kind"] == "state"), {})
+            step = next((e for e in reversed(events) if e["kind"] == "step"), {})
+            brief = {"state": state.get("state", ""), "reason": state.get("reason") or ""}
+            brief |= {"step": step.get("step", state.get("step", 0)), "loss": step.get("loss")}
+            steps = planned_steps(events, int((read_json(paths.run) or {}).get("steps", 0)))
+            known = self._over[paths.root] = (size, brief | {"steps": steps})
+        return known[1]
+
+    def _follow(self, paths: RunPaths) -> Followed:
+        found = self._followed.get(paths.root)
+        if found is None:
+            found = Followed(paths.root)
+            for root, _ in sorted(self._followed.items(), key=lambda item: item[1].asked)[: -FEEDS + 1]:
+                self._followed.pop(root, None)
+            self._followed[paths.root] = found
+        found.asked = time.monotonic()
+        return found
+
+    # steering
+
+    def command(self, key: str, verb: str, args: dict[str, Any]) -> dict[str, Any]:
+        """Leave a command in a run's inbox: {"verb", "id"}. MmlabError on what a run does not take."""
+        run = self._follow(self.folders.find(key))
+        if verb not in ("pause", "resume", "step", "checkpoint", "stop", "abort"):
+            raise MmlabError(f"{verb!r} is not a verb of this route; use a notebook or `mmlab {verb}`")
+        sent: Sent
+        if verb == "step":
+            n = args.get("n", 1)
+            if not isinstance(n, int) or isinstance(n, bool):
+                raise MmlabError(f"step takes a whole number of steps, not {n!r}")
+            sent = run.step(n)
+        elif verb == "checkpoint":
+            name = args.get("name", "")
+            if not isinstance(name, str):
+                raise MmlabError("a checkpoint's name is a text")
+            sent = run.checkpoint(name)
+        else:
+            sent = getattr(run, verb)()
+        return {"verb": verb, "id": sent.id}
+
+    def start_lab(self, engines: Any) -> dict[str, Any]:
+        """Start a lab that outlives this server; its status. It ends itself when nobody uses it."""
+        from mmlab.lab import Lab
+
+        if not isinstance(engines, int) or isinstance(engines, bool) or not 1 <= engines <= MOST_ENGINES:
+            raise LabError(f"a lab starts with 1 to {MOST_ENGINES} engines, not {engines!r}")
+        lab = Lab(engines=engines, outlive=True)
+        registry.detach_client(lab.id)
+        self._forget_overview()
+        return lab.status()
+
+    def close_lab(self, lab_id: str) -> dict[str, Any]:
+        """End a lab with all its processes, also where its ranks or its controller hang. LabError for one that does not
+        live, and for one with an unfinished run outside of the root."""
+        from mmlab.lab import Lab
+
+        found = [lab for lab in Lab.live() if lab.id == lab_id]
+        if not found:
+            raise LabError(f"no lab {lab_id} lives")
+        for folder in found[0].info().get("runs", []):
+            if self.folders.key(folder) is None and last_state(RunPaths(Path(folder)).events) not in ENDED:
+                raise LabError(f"lab {lab_id} has a run outside of {self.folders.root}: `mmlab close {lab_id}` ends it")
+        found[0].close()
+        self._forget_overview()
+        return {"id": lab_id, "state": "ended"}
+
+    def place_notebook(self, folder: Path) -> str:
+        """Copy the notebooks that are not there into a folder; the name of the quickstart one."""
+        return place_notebooks(folder).name
+
+    def _forget_overview(self) -> None:
+        with self._lock:
+            self._overview = None
