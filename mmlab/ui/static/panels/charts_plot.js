@@ -63,7 +63,7 @@ class Chart {
     this.node = make("section", { class: "mm-chart" }, make("h4", {}, title), this.holder, this.legend);
     this.holder.append(this.tip, this.empty);
     this.plot = null;
-    this.spoken = 0;
+    this.labelling = null;
   }
 
   /* Take other lines; the plot is built anew only if they differ in more than their data. */
@@ -122,7 +122,7 @@ class Chart {
     if (!this.plot) return;
     this.plot.setData(this.data());
     this.showValues();
-    if (Date.now() - this.spoken > 2_000) { this.spoken = Date.now(); this.holder.setAttribute("aria-label", this.summary()); }
+    this.labelling ??= setTimeout(() => { this.labelling = null; this.holder.setAttribute("aria-label", this.summary()); }, 500);
   }
 
   /* The text alternative: last, lowest and highest value of each curve. */
@@ -257,5 +257,9 @@ class Chart {
     if (this.plot && (this.width() !== this.plot.width || this.height() !== this.plot.height)) { this.plot.setSize({ width: this.width(), height: this.height() }); this.draw(); }
   }
 
-  dispose() { this.plot?.destroy(); }
+  dispose() {
+    clearTimeout(this.labelling);
+    this.plot?.destroy();
+    this.plot = null;
+  }
 }
