@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from mmlab.plan import Plan
 from mmlab.ui import part as parts
 from mmlab.ui.dashboard import PARTS, Dashboard, part
 from mmlab.ui.panels.charts import CHARTS
+from mmlab.ui.panels.phases import Phases
 from mmlab.ui.part import Part
 from mmlab.ui.shell import Faces
 from mmlab.ui.source import RunSource
@@ -82,7 +84,7 @@ def test_a_step_sends_little_to_the_whole_dashboard(
     run.start()
     wire = Wire(monkeypatch)
     dashboard = Dashboard(InboxRun(run.dir), run.dir)
-    run.train(900)
+    run.train(120)
     for index in range(40):
         run.events.emit("warning", step=run.step, message=f"something to be listed, number {index}")
     assert dashboard.view
@@ -154,3 +156,22 @@ def widgets_of(models: list[Widget]) -> list[Widget]:
     for model in models:
         found += [value for name in model.keys if isinstance(value := getattr(model, name), Widget)]
     return found
+
+
+def test_all_ranks_are_told_in_turns(tmp_path: Path) -> None:
+    run = SyntheticRun(tmp_path, Plan.preset("quickstart").with_("parallel.dp=3", "parallel.vision_dp=4"))
+    run.start()
+    source = RunSource(InboxRun(run.dir), run.dir)
+    phases = Phases(source)
+    told = []
+    for _ in range(4):
+        run.train(20)
+        source._looked = float("-inf")
+        source.look()
+        before, frame = (told[-1] if told else {}), phases.frame()
+        told.append(frame)
+        assert [frame[f"row {rank}"] for rank in range(16)] != [before.get(f"row {rank}") for rank in range(16)]
+    changed = [sum(a[f"row {rank}"] != b[f"row {rank}"] for rank in range(16)) for a, b in pairwise(told)]
+    assert changed == [6, 6, 6]
+    assert all(told[0][f"row {rank}"] != told[-1][f"row {rank}"] for rank in range(16))
+    run.close()
