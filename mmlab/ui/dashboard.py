@@ -9,10 +9,12 @@ from typing import Any
 from mmlab.ui.charting import ChartsPart
 from mmlab.ui.panel import Panel
 from mmlab.ui.panels.charts import Charts
+from mmlab.ui.panels.checkpoints import Checkpoints
 from mmlab.ui.panels.controls import Controls
 from mmlab.ui.panels.events import Events
 from mmlab.ui.panels.head import Head
 from mmlab.ui.panels.phases import Phases
+from mmlab.ui.panels.schedule import SchedulePanel
 from mmlab.ui.part import PERIOD, Part
 from mmlab.ui.snapshot import Snapshot, of_feed
 from mmlab.ui.source import RunSource
@@ -22,11 +24,13 @@ Make = Callable[[RunSource], Panel]
 PARTS: Mapping[str, tuple[str, tuple[Make, ...]]] = {
     "charts": ("Charts of a run", (Charts,)),
     "controls": ("Steer a run", (Head, Controls)),
+    "schedule_view": ("Pipeline schedule of a run", (SchedulePanel,)),
+    "checkpoint_view": ("Checkpoints of a run", (Checkpoints,)),
 }
 """Parts of the dashboard that stand alone, by the attribute of `mmlab.lab.Run`: label, panels."""
 OVERVIEW: tuple[Make, ...] = (Head, Controls, Charts, Phases, Events)
 """What the dashboard shows at once; in sight when it opens."""
-TABS: tuple[Make, ...] = ()
+TABS: tuple[Make, ...] = (SchedulePanel, Checkpoints)
 """What it shows when asked."""
 
 

@@ -15,6 +15,7 @@ from mmlab.messages import ENDED, PHASES, Event, RunPaths, read_events
 from mmlab.messages.checkpoints import chain
 from mmlab.messages.events import last_steps
 from mmlab.plan import Plan
+from mmlab.tracking.bottleneck import SKIPPED
 from mmlab.tracking.record import RunRecord
 from mmlab.ui.series import Series
 from mmlab.ui.words import clock, event_text
@@ -120,6 +121,10 @@ class Feed:
         self.states: list[Event] = []
         self.commands: deque[Event] = deque(maxlen=500)
         self.marks: deque[list[Any]] = deque(maxlen=MOST_MARKS)
+        self.last_steps: deque[Event] = deque(maxlen=WINDOW + SKIPPED)
+        """The last `step` events of the current lineage and layout."""
+        self.moved = 0
+        """The step after which the ranks got their present layout."""
         self.cuts = 0
         self._lineages: list[Event] = []
         self._index = StepIndex()
@@ -212,6 +217,8 @@ class Feed:
             if event.get("ok") and event.get("verb") == "set":
                 self._take_values(event.get("args", {}).get("values", {}))
         elif kind == "relayout":
+            self.moved = int(event["step"])
+            self.last_steps.clear()
             self.steps = int(event.get("steps", self.steps))
             self.rates = {name: getattr(self.plan.train, name).lr for name in self.rates}
         elif kind == "restore":
@@ -223,6 +230,7 @@ class Feed:
 
     def _take_step(self, event: Event) -> None:
         self.last = event
+        self.last_steps.append(event)
         self.step = int(event.get("step", self.step))
         self._take_points(event)
         if self.first_loss is None:
@@ -251,6 +259,7 @@ class Feed:
             series.cut(step)
         self.step = step
         self.cuts += 1
+        self.last_steps.clear()
         self._phases.clear()
 
     def _take_values(self, values: dict[str, Any]) -> None:

@@ -89,7 +89,9 @@ def command_text(verb: str, args: dict[str, Any]) -> str:
         return f"checkpoint {args['name']}"
     if verb == "restore":
         name, step = args.get("name"), args.get("step")
-        return f"restore {name}" if name else "restore" if step is None else f"restore step {step}"
+        which = f"restore {name}" if name else "restore" if step is None else f"restore step {step}"
+        changes = ", ".join(f"{key} = {_value(value)}" for key, value in (args.get("changes") or {}).items())
+        return f"{which} with {changes}" if changes else which
     return verb
 
 

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import random
@@ -17,8 +18,10 @@ from typing import Any
 from PIL import Image, ImageDraw
 
 from mmlab.messages import PHASES, Ack, Beacon, EventLog, Inbox, new_command, send
+from mmlab.messages.checkpoints import seal
 from mmlab.messages.runs import create_run
 from mmlab.plan import Plan
+from mmlab.plan.simulate import estimated_costs
 
 SHARES = {
     "vision": {"data": 12, "encode": 30, "backward": 22, "exchange": 25, "reduce": 6, "optimizer": 4},
@@ -86,12 +89,14 @@ class SyntheticRun:
         spread[PHASES.index("control")] = 0.001
         return spread
 
-    def trace(self) -> None:
-        """Write the op times of the last step: the planned ones, stretched unevenly."""
-        timeline = self.plan.schedule().simulate()
-        for rank, ops in enumerate(timeline):
-            stretched = [[op.kind, op.microbatch, start * 0.011 + 0.0005 * rank, end * 0.012] for op, start, end in ops]
-            record = {"step": self.step, "t0": 1.7e9 + 0.0003 * rank, "ops": stretched}
+    def trace(self, slow: int = -1) -> None:
+        """Write the op times of the last step: as planned, each kind of op of a rank a little slower or faster; rank
+        `slow` takes twice as long."""
+        costs = {key: 0.011 * cost * self.random.uniform(0.8, 1.25) * (1 + (key[0] == slow))
+                 for key, cost in estimated_costs(self.plan).items()}  # fmt: skip
+        for rank, ops in enumerate(self.plan.schedule().simulate(costs)):
+            timed = [[op.kind, op.microbatch, start + 0.0005, end + 0.0005, op.chunk] for op, start, end in ops]
+            record = {"step": self.step, "t0": 1.7e9 + 0.0003 * rank, "ops": timed}
             with open(self.paths.traces / f"rank-{rank}.jsonl", "a", encoding="utf-8") as file:
                 file.write(json.dumps(record) + "\n")
 
@@ -109,6 +114,37 @@ class SyntheticRun:
             text = NAMES[index] if index % 3 else NAMES[(index + 1) % 8]
             items.append({"image": f"{index}.png", "prompt": "What is this?", "truth": NAMES[index], "text": text})
         self.events.emit("samples", step=self.step, folder=str(folder), items=items)
+
+    def checkpoint(self, name: str = "", periodic: bool = True, reason: str = "every 10 steps", **about: Any) -> str:
+        """Save as a run would, but for what is in the files; `about` goes into the manifest. Its name."""
+        name = name or f"step-{self.step:06d}-{self.events.lineage}"
+        folder = self.paths.checkpoints / name
+        folder.mkdir()
+        files = {}
+        for rank in range(len(self.places)):
+            data = f"{name} {rank}".encode() * 1000
+            (folder / f"__{rank}_0.distcp").write_bytes(data)
+            files[f"__{rank}_0.distcp"] = {"size": len(data), "sha256": hashlib.sha256(data).hexdigest()}
+        taken = self.step * self.plan.data.global_batch
+        cursors = {"sources": [{"epoch": 0, "positions": [taken // 4] * 4, "lane": 0}], "taken": [taken], "offset": 0,
+                   "window": 0, "grouped": 0, "settings": {}}  # fmt: skip
+        manifest = {
+            "format": 2, "name": name, "step": self.step, "time": time.time(), "seconds": 0.4, "files": files,
+            "lineage": self.events.lineage, "cursors": cursors, "periodic": periodic, "plan": self.plan.dumps(),
+            "loss": 0.9 + 6 * math.exp(-self.step / 40), "reason": reason, "frozen": {}, **about,
+            "bytes": sum(entry["size"] for entry in files.values()), "world_size": len(self.places),
+        }  # fmt: skip
+        (folder / "manifest.json").write_text(json.dumps({**manifest, "seal": seal(manifest)}))
+        self.events.emit("checkpoint", step=self.step, name=name, path=str(folder), seconds=0.4, stall=0.01,
+                         bytes=manifest["bytes"], shared_bytes=0, periodic=periodic, reason=reason)  # fmt: skip
+        return name
+
+    def restore(self, name: str, lineage: str) -> None:
+        """Go back to a checkpoint, on a new lineage."""
+        manifest = json.loads((self.paths.checkpoints / name / "manifest.json").read_text())
+        self.step, self.events.lineage = manifest["step"], lineage
+        self.events.emit("lineage", step=self.step, id=lineage, parent=manifest["lineage"], parent_step=self.step)
+        self.events.emit("restore", step=self.step, name=name, from_step=self.step, values={})
 
     def state(self, state: str, reason: str = "") -> None:
         self.events.emit("state", state=state, step=self.step, reason=reason)

@@ -36,7 +36,7 @@ PANELS.form = class extends Panel {
     this.said = make("span", { class: "mm-said", role: "status", "aria-live": "polite" });
     this.asks = make("span", { class: "mm-form-asks", role: "group", "aria-label": t("Confirm") });
     this.news = make("p", { class: "mm-form-sr", role: "status", "aria-live": "polite" });
-    return make("div", { class: "mm-form-status" }, this.count, this.roles, this.found, this.said, this.asks, this.news);
+    return make("div", { class: "mm-form-status" }, this.count, this.found, this.roles, this.said, this.asks, this.news);
   }
 
   key(event) {
@@ -105,8 +105,10 @@ PANELS.form = class extends Panel {
     if (!frame.fields) return;
     if (!this.built) { this.built = true; this.fields.build(frame); this.train.hidden = !frame.lab; }
     if ("base" in changed || "presets" in changed) this.showBase();
+    const used = [this.undo, this.redo].includes(document.activeElement);
     this.undo.disabled = !frame.undo;
     this.redo.disabled = !frame.redo;
+    if (used && document.activeElement?.disabled) [this.undo, this.redo].find((one) => !one.disabled)?.focus();
     this.undo.title = frame.undo ? t("Take back {0} (Ctrl+Z)", frame.undo) : t("Nothing to undo");
     this.redo.title = frame.redo ? t("Make {0} again (Ctrl+Shift+Z)", frame.redo) : t("Nothing to do again");
     this.showCount();

@@ -6,7 +6,7 @@ class FormSide {
     this.form = form;
     this.problems = make("div", { class: "mm-form-card mm-form-problems", tabindex: "-1", role: "group", "aria-label": t("Problems") });
     this.memory = make("div", { class: "mm-form-card" });
-    this.pictures = { layout: this.picture(t("Layout")), schedule: this.picture(t("Schedule")) };
+    this.pictures = { layout: this.picture("layout", t("Layout")), schedule: this.picture("schedule", t("Schedule")) };
     this.node = make("div", { class: "mm-form-side" }, this.problems, this.words(), this.memory, this.pictures.layout.node, this.pictures.schedule.node);
   }
 
@@ -26,11 +26,18 @@ class FormSide {
     const all = button(t("Fix all…"), () => this.preview(preview), { title: t("Shows first what would change") });
     const preview = make("div", { class: "mm-form-preview" });
     const count = typed.length + items.length;
+    const had = this.problems.contains(document.activeElement);
     this.problems.replaceChildren(make("h4", {}, t("Problems")), ...(count ? [make("ul", {}, ...typed, ...items)] : [make("p", { class: "mm-form-soft" }, t("None: this plan can run."))]),
       ...(fixable ? [all, preview] : []));
+    if (had) this.problems.focus({ preventScroll: true }); // the button that was pressed is gone
   }
 
-  link(key) { return make("button", { type: "button", class: "mm-form-link", onclick: () => this.form.fields.go(key), title: t("Go to this field") }, key); }
+  link(key) { // a problem may be one of a whole section
+    if (!this.form.fields.rows.has(key)) return make("b", {}, key);
+    return this.linked(key);
+  }
+
+  linked(key) { return make("button", { type: "button", class: "mm-form-link", onclick: () => this.form.fields.go(key), title: t("Go to this field") }, key); }
 
   /* The buttons that fix a problem: at once where one field changes, else after showing what does. */
   fixes(problem) {
@@ -118,8 +125,8 @@ class FormSide {
   }
 
   /* ---- pictures ---- */
-  picture(title) {
-    const body = make("div", { class: "mm-form-picture", tabindex: "0", role: "group", "aria-label": title });
+  picture(name, title) {
+    const body = make("div", { class: `mm-form-picture mm-form-${name}`, tabindex: "0", role: "group", "aria-label": title });
     const node = make("details", { class: "mm-form-card", open: true, ontoggle: () => this.draw() }, make("summary", {}, make("b", {}, title)), body);
     return { node, body };
   }
