@@ -89,6 +89,8 @@ class LabMagics(Magics):
         """The run that is meant."""
         from mmlab.cli.shared import open_run
         from mmlab.lab import Lab
+        from mmlab.messages.runs import runs_root
+        from mmlab.tracking.record import list_runs
 
         if run:
             return open_run(run)
@@ -98,6 +100,8 @@ class LabMagics(Magics):
                 return found.run
             if lab:
                 raise LabError(f"lab {lab} has had no run yet")
+        if not list_runs():
+            raise LabError(f"no run yet in {runs_root()}; lab.train(plan) starts one")
         return open_run("last")
 
     def _lab(self, name: str = "") -> Lab:

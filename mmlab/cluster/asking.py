@@ -75,32 +75,31 @@ class Asked:
         self.began = self.over = False
         self.problem = ""
         self.trace: list[str] = []
-        self._told = {"stdout": 0, "stderr": 0, "outputs": 0}
+        self._told = {"stdout": 0, "stderr": 0}
         self._begun = {"stdout": "", "stderr": ""}
-
-    @property
-    def _metadata(self) -> Mapping[str, Any]:
-        return self.client.metadata[self.result.msg_ids[0]]
+        self._displayed = 0
 
     def look(self, say: Say, show: Show) -> None:
         """Pass on what came; note how it ended."""
         ended = self.result.ready()
         if ended:
             self.result.wait_for_output(OUTPUT)
-        self._stream("stdout", say, ended)
-        self._stream("stderr", say, ended)
-        outputs = self._metadata["outputs"]
-        for output in list(outputs)[self._told["outputs"] :]:
+        came = self.result.metadata  # the client forgets its own of a result that is there
+        self._stream("stdout", came, say, ended)
+        self._stream("stderr", came, say, ended)
+        outputs = list(came["outputs"])
+        for output in outputs[self._displayed :]:
             show(self.rank, output["data"])
-            self._told["outputs"] += 1
+        self._displayed = len(outputs)
         if ended:
             self._end(show)
 
-    def _stream(self, name: str, say: Say, ended: bool) -> None:
-        text = self._metadata[name] or ""
+    def _stream(self, name: str, came: Mapping[str, Any], say: Say, ended: bool) -> None:
+        text = came[name] or ""
         new, self._told[name] = text[self._told[name] :], len(text)
         if BEGAN in new:
-            self.began, new = True, new.replace(f"{BEGAN}\n", "").replace(BEGAN, "")
+            self.began = True
+        new = new.replace(f"{BEGAN}\n", "").replace(BEGAN, "")
         *lines, self._begun[name] = (self._begun[name] + new).split("\n")
         if ended and self._begun[name]:
             lines.append(self._begun[name])

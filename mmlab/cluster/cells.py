@@ -35,24 +35,29 @@ LAST_FRAMES = 3
 
 def run_cell(source: str) -> dict[str, Any]:
     """Run a cell; {"data": {mime type: text} of the last expression, None without}, or {"error": one line, "trace":
-    [lines]}, or {"interrupted": True}. What it prints goes to who asked, as it comes."""
+    [lines]}, or {"interrupted": True}. What it prints and
+    displays goes to who asked, as it comes."""
     from IPython import get_ipython
 
     from mmlab.cluster.engine import NAME
 
     shell = get_ipython()
     print(BEGAN, flush=True)
+    found = _outcome(shell, source, names_of(shell.user_ns.get(NAME)))
+    sys.stdout.flush()
+    sys.stderr.flush()
+    return found
+
+
+def _outcome(shell: Any, source: str, names: dict[str, Any]) -> dict[str, Any]:
     try:
-        with offered(shell.user_ns, names_of(shell.user_ns.get(NAME))):
+        with offered(shell.user_ns, names):
             value = _run(shell, source)
             return {"data": _shown(shell, source, value)}
     except KeyboardInterrupt:
         return {"interrupted": True}
     except BaseException as error:
         return {"error": f"{type(error).__name__}: {error}".strip().rstrip(":"), "trace": _trace(error)}
-    finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
 
 
 @contextlib.contextmanager
