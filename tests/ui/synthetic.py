@@ -17,6 +17,7 @@ from typing import Any
 
 from PIL import Image, ImageDraw
 
+from mmlab.lab import Run
 from mmlab.messages import PHASES, Ack, Beacon, EventLog, Inbox, new_command, send
 from mmlab.messages.checkpoints import seal
 from mmlab.messages.runs import create_run
@@ -201,6 +202,15 @@ class InboxRun:
 
     def _send(self, verb: str, **args: Any) -> None:
         send(self.dir / "control", new_command(verb, args, source="test"))
+
+    def lineages(self) -> list[dict[str, Any]]:
+        return Run(self.dir).lineages()
+
+    def checkpoints(self) -> list[dict[str, Any]]:
+        return Run(self.dir).checkpoints()
+
+    def branches(self) -> list[dict[str, Any]]:
+        return Run(self.dir).branches()
 
     def pause(self) -> None:
         self._send("pause")
