@@ -36,10 +36,10 @@ def check(plan: PlanArgument, overrides: Overrides = None) -> None:
 
 
 def layout(plan: PlanArgument, overrides: Overrides = None) -> None:
-    """Show which rank computes what, and the pipeline schedule."""
+    """Show which rank computes what, the pipeline schedule, and what each rank's memory holds."""
     loaded = load_plan(plan, overrides)
     loaded.check().raise_if_any()
-    for picture in (loaded.layout(), loaded.schedule()):
+    for picture in (loaded.layout(), loaded.schedule(), loaded.memory()):
         sys.stdout.write(f"{picture}\n\n")
 
 

@@ -159,7 +159,7 @@ def _axis(span: float, unit: str, left: float, scale: float, bottom: float) -> s
     return "".join(parts)
 
 
-_LETTERS = {
+LETTERS = {
     "forward": "F",
     "backward": "B",
     "backward_input": "B",
@@ -172,6 +172,7 @@ _LETTERS = {
     "norm": "n",
     "update": "u",
 }
+"""Letter of each kind in text; those without are not shown there."""
 
 
 def schedule_text(timeline: Timeline, labels: Sequence[str] = (), columns: int = 96) -> str:
@@ -185,13 +186,13 @@ def schedule_text(timeline: Timeline, labels: Sequence[str] = (), columns: int =
         row = [" "] * columns
         for timed in ops:
             kind = timed.op.kind
-            if kind not in _LETTERS:
+            if kind not in LETTERS:
                 continue
             start = min(columns - 1, round(timed.start / span * columns))
             cells = max(1, min(columns, round(timed.end / span * columns)) - start)
             number = str(timed.op.microbatch) if kind in COMPUTE else ""
-            letter = _LETTERS[kind].lower() if timed.op.chunk else _LETTERS[kind]
-            text = (letter + number).ljust(cells, "-" if kind in COMPUTE else _LETTERS[kind])[:cells]
+            letter = LETTERS[kind].lower() if timed.op.chunk else LETTERS[kind]
+            text = (letter + number).ljust(cells, "-" if kind in COMPUTE else LETTERS[kind])[:cells]
             row[start : start + cells] = list(text)
         lines.append(f"{label.ljust(width)} |{''.join(row)}|")
     kinds = {timed.op.kind for ops in timeline for timed in ops}

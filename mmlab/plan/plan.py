@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any, Self
 from mmlab.errors import PlanError
 from mmlab.plan import io, presets, rules, schema
 from mmlab.plan.layout import Layout
+from mmlab.plan.memory import Memory
 from mmlab.plan.problems import Fix, Problems
 from mmlab.plan.schedule import Schedule, build_schedule
 
@@ -70,3 +72,12 @@ class Plan(schema.Plan):
     def schedule(self) -> Schedule:
         """What each rank does in a step, in order; shows as a picture."""
         return build_schedule(self)
+
+    def memory(self) -> Memory:
+        """What each rank holds of weights, gradients and optimizer state, and what is not counted; shows as a table."""
+        return Memory(self)
+
+    def form(self, lab: Any = None) -> Any:
+        """A form that starts from this plan (`mmlab.ui.form.Form`); its `plan` is what it stands at. With a lab it can
+        train it. Views lie above: this one is loaded by name."""
+        return importlib.import_module("mmlab.ui.form").Form(self, lab)

@@ -7,6 +7,7 @@ of the stages.
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,7 +18,15 @@ from mmlab.plan.ops import COMPUTE, Kind, Op, Timed, Timeline
 from mmlab.plan.orders import Pass, gpipe, interleaved, one_f_one_b, zero_bubble_h1, zero_bubble_v
 from mmlab.plan.picture import schedule_svg, schedule_text
 from mmlab.plan.schema import Plan
-from mmlab.plan.simulate import Costs, DeadlockError, bubble, estimated_costs, measured_timeline, simulate
+from mmlab.plan.simulate import (
+    Costs,
+    DeadlockError,
+    bubble,
+    dependencies,
+    estimated_costs,
+    measured_timeline,
+    simulate,
+)
 
 __all__ = [
     "COMPUTE",
@@ -74,7 +83,8 @@ def rows_to_draw(layout: Layout) -> list[int]:
     return list(range(layout.first)) + stages
 
 
-def _labels(layout: Layout, rows: Sequence[int]) -> list[str]:
+def row_labels(layout: Layout, rows: Sequence[int]) -> list[str]:
+    """The names of rows of a picture."""
     return [f"rank {rank} · {layout.place(rank).label}" for rank in rows]
 
 
@@ -83,7 +93,7 @@ def measured_svg(plan: Plan, traces: Sequence[Mapping[str, Any]], title: str) ->
     in rank order, as `measured_timeline` takes them."""
     layout = Layout(plan)
     timeline, rows = measured_timeline(traces), rows_to_draw(layout)
-    return schedule_svg([timeline[rank] for rank in rows], title, _labels(layout, rows), unit="s")
+    return schedule_svg([timeline[rank] for rank in rows], title, row_labels(layout, rows), unit="s")
 
 
 @dataclass(frozen=True)
@@ -101,6 +111,14 @@ class Schedule:
         """Share (0 to 1) of the stages' time in which they do not compute."""
         return bubble(self.simulate(costs))
 
+    def dependencies(self) -> list[list[list[tuple[int, int]]]]:
+        """For each op of each rank the ops that it waits for elsewhere, as (rank, index)."""
+        return dependencies(self, self.plan)
+
+    def view(self) -> Any:
+        """The step as planned as a live picture: ops told by hover and keyboard, played at any speed."""
+        return importlib.import_module("mmlab.ui.plans").schedule_view(self.plan)
+
     def _drawn(self) -> tuple[Timeline, list[str], str]:
         layout = Layout(self.plan)
         rows = rows_to_draw(layout)
@@ -110,7 +128,7 @@ class Schedule:
             f"; {len(rows)} of {layout.world_size} ranks, the others do the same" if len(rows) < len(timeline) else ""
         )
         title = f"{self.plan.name}: {p.schedule}, {p.microbatches} microbatches, as planned{rest}"
-        return [timeline[rank] for rank in rows], _labels(layout, rows), title
+        return [timeline[rank] for rank in rows], row_labels(layout, rows), title
 
     def svg(self) -> str:
         """The step as planned: a Gantt chart, in units of one mean forward of a stage."""

@@ -179,6 +179,33 @@ def simulate(schedule: Schedule, plan: Plan, costs: Costs | None = None) -> Time
     return player.timeline
 
 
+def dependencies(schedule: Schedule, plan: Plan) -> list[list[list[tuple[int, int]]]]:
+    """For each op of each rank what it waits for elsewhere, as (rank, index of the op): the sends of what it receives,
+    or the same op of the other ranks that run it together."""
+    ops = schedule.ops
+    player = _Player(ops, Layout(plan), {}, clock=[], at=[])
+    sent: dict[_Message, tuple[int, int]] = {}
+    met: dict[tuple[str, int, int, int], list[tuple[int, int]]] = {}
+
+    def meeting(rank: int, op: Op) -> tuple[str, int, int, int]:
+        group = player.groups[rank, op.kind]
+        return (op.kind, group[0] if group else -1 - rank, op.microbatch, op.chunk)
+
+    for rank, mine in enumerate(ops):
+        for index, op in enumerate(mine):
+            met.setdefault(meeting(rank, op), []).append((rank, index))
+            if op.kind.startswith("send"):
+                sent[_Message(op.kind, rank, op.peer, op.microbatch, player.boundary(rank, op))] = (rank, index)
+    return [
+        [
+            [sent[source] for source in player.sources(rank, op)]
+            or [other for other in met[meeting(rank, op)] if other[0] != rank]
+            for op in mine
+        ]
+        for rank, mine in enumerate(ops)
+    ]
+
+
 def bubble(timeline: Timeline) -> float:
     """Share (0 to 1) of the stages' time without compute, from their first forward to their last compute op.
 

@@ -22,7 +22,7 @@ class CheckpointConfig(Section):
     keep_last: int = Field(3, ge=0, json_schema_extra=LIVE)
     """Periodic checkpoints kept; 0 keeps all. Ones made on command are always kept."""
     keep_every: int = Field(0, ge=0, json_schema_extra=LIVE)
-    """Periodic checkpoints of every so many steps are kept for good, beside the last ones; 0 keeps none."""
+    """Steps between periodic checkpoints that are kept for good, beside the last ones; 0 keeps none."""
     asynchronous: bool = Field(True, json_schema_extra=LIVE)
     """Whether a periodic checkpoint is copied to host memory between two steps and written while the run goes on; else
     the run waits until it is written."""

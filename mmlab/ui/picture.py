@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import io
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
-from PIL import Image, ImageDraw, ImageFont
+from PIL import Image, ImageDraw, ImageOps
 
 from mmlab.messages import PHASES
+from mmlab.ui import fonts
 from mmlab.ui.feed import Feed
 from mmlab.ui.scales import nice_ticks, smooth, span
 from mmlab.ui.words import duration, number, plan_text
@@ -31,6 +34,10 @@ PHASE_COLOURS = {
 }  # fmt: skip
 """Compute in blues and violet, communication in oranges, data in olive; the same as in `static/board.css`."""
 OTHER = "#8e97a5"
+BOX_WIDTH = 0.75
+"""Width over height of the box that stands for a character without a font."""
+SAMPLES = 6
+"""Held-out pictures shown."""
 
 
 class _Canvas:
@@ -58,11 +65,31 @@ class _Canvas:
         self.draw.ellipse(corners, fill=colour, outline=WHITE, width=unit // 2)
 
     def text(self, x: float, y: float, text: str, size: float = 12, colour: str = INK, anchor: str = "ls") -> None:
-        font = ImageFont.load_default(size * self.unit)
-        self.draw.text((x * self.unit, y * self.unit), text, fill=colour, font=font, anchor=anchor)
+        pieces = list(fonts.pieces(text))
+        widths = [self._length(path, piece, size) for path, piece in pieces]
+        left = x * self.unit - {"l": 0.0, "m": 0.5, "r": 1.0}[anchor[0]] * sum(widths)
+        for (path, piece), width in zip(pieces, widths, strict=True):
+            if piece.startswith(fonts.BOX):
+                self._boxes(left, y * self.unit, size * self.unit, len(piece), colour)
+            else:
+                font = fonts.font(path, size * self.unit)
+                self.draw.text((left, y * self.unit), piece, fill=colour, font=font, anchor="ls")
+            left += width
+
+    def _boxes(self, left: float, base: float, size: float, count: int, colour: str) -> None:
+        """Boxes for characters that no font has."""
+        for index in range(count):
+            x = left + (index + 0.1) * BOX_WIDTH * size
+            corners = (x, base - 0.7 * size, x + 0.8 * BOX_WIDTH * size, base)
+            self.draw.rectangle(corners, outline=colour, width=max(1, round(size / 16)))
+
+    def _length(self, path: str, piece: str, size: float) -> float:
+        if piece.startswith(fonts.BOX):
+            return len(piece) * BOX_WIDTH * size * self.unit
+        return fonts.font(path, size * self.unit).getlength(piece)
 
     def width(self, text: str, size: float) -> float:
-        return ImageFont.load_default(size * self.unit).getlength(text) / self.unit
+        return sum(self._length(path, piece, size) for path, piece in fonts.pieces(text)) / self.unit
 
     def fit(self, text: str, size: float, room: float) -> str:
         """The text, cut with an ellipsis where it needs more room."""
@@ -82,7 +109,9 @@ def draw(feed: Feed) -> bytes:
     rows = min(len(phases), MOST_ROWS)
     bottom = 348
     height = bottom + (58 + 19 * rows + (16 if len(phases) > rows else 0) if rows else 8)
-    canvas = _Canvas(WIDTH, height)
+    items = (feed.samples.get("items") or [])[:SAMPLES]
+    advice = fonts.advice(words(feed))
+    canvas = _Canvas(WIDTH, height + (124 if items else 0) + (22 if advice else 0))
     _head(canvas, feed)
     _figures(canvas, feed)
     steps = (0.0, float(max(feed.step, 1)))
@@ -94,7 +123,18 @@ def draw(feed: Feed) -> bytes:
     _chart(canvas, _Plot(460, 116, 424, "Tokens/s by step", steps, from_zero=True), [tokens])
     if rows:
         _phases(canvas, bottom, phases[:rows], feed.roles(), len(phases) - rows)
+    if items:
+        _samples(canvas, height, feed.paths.samples / Path(feed.samples["folder"]).name, items)
+    if advice:
+        canvas.text(16, canvas.size[1] / SCALE - 10, canvas.fit(advice, 11, WIDTH - 32), 11, RED)
     return canvas.png()
+
+
+def words(feed: Feed) -> str:
+    """What people have written into a picture: names, reasons, captions."""
+    items = (feed.samples.get("items") or [])[:SAMPLES]
+    captions = [str(item.get(key) or "") for item in items for key in ("text", "truth")]
+    return " ".join([feed.paths.root.name, feed.plan.name, feed.reason, *captions])
 
 
 def _head(canvas: _Canvas, feed: Feed) -> None:
@@ -215,3 +255,21 @@ def _phases(canvas: _Canvas, y: float, phases: list[list[float]], roles: list[st
         canvas.text(WIDTH - 16, top + 11, f"{sum(row) * 1000:,.0f}", 12, SOFT, "rs")
     if more > 0:
         canvas.text(16, y + 32 + 19 * len(phases) + 9, f"and {more} more ranks", 11, SOFT)
+
+
+def _samples(canvas: _Canvas, y: float, folder: Path, items: Sequence[Mapping[str, Any]]) -> None:
+    """Held-out pictures with what the model wrote and the truth."""
+    canvas.text(16, y + 8, "Held-out pictures: what the model wrote, and the truth below it", 12, SOFT)
+    room = (WIDTH - 32) / SAMPLES
+    for index, item in enumerate(items):
+        x = 16 + index * room
+        side = 62 * canvas.unit
+        try:
+            with Image.open(folder / Path(str(item["image"])).name) as opened:
+                shown = ImageOps.contain(opened.convert("RGBA"), (side, side))
+            canvas.image.paste(shown, (round(x * canvas.unit), round((y + 16) * canvas.unit)), shown)
+        except OSError:
+            canvas.box(x, y + 16, 62, 62, RAISED, 4)
+        text, truth = (str(item.get(key) or "").strip() for key in ("text", "truth"))
+        canvas.text(x, y + 94, canvas.fit(text or "(nothing)", 11, room - 8), 11, GREEN if text == truth else INK)
+        canvas.text(x, y + 109, canvas.fit(truth, 11, room - 8), 11, SOFT)

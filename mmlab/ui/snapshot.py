@@ -8,7 +8,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from mmlab.ui import picture
+from mmlab.ui import fonts, picture
 from mmlab.ui.feed import Feed
 from mmlab.ui.words import clock, compression_text, data_text, event_text, number
 
@@ -53,7 +53,9 @@ def snapshot(run: Any) -> Snapshot:
 
 def of_feed(feed: Feed) -> Snapshot:
     """The snapshot of what a feed has read."""
-    return Snapshot(summary(feed), picture.draw(feed))
+    advice = fonts.advice(picture.words(feed))
+    text = summary(feed) + (f"\n  in the picture: {advice}" if advice else "")
+    return Snapshot(text, picture.draw(feed))
 
 
 def summary(feed: Feed) -> str:

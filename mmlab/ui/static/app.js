@@ -9,7 +9,7 @@ class App {
   constructor(store, el) {
     this.store = store;
     const { label, arrangement, panels } = store.layout;
-    this.root = make("div", { class: "mm-board", role: "region", "aria-label": t(label) });
+    this.root = make("div", { class: "mm-board", role: "region", lang: spoken, "aria-label": t(label) });
     this.panels = Object.fromEntries(panels.map((name) => [name, new PANELS[name](store, name)]));
     this.notice = make("p", { class: "mm-notice", role: "status" });
     this.root.append(this.notice);

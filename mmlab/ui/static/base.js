@@ -7,9 +7,11 @@ const ENDED = ["finished", "stopped", "failed"];
 
 /* ---- words: each text that a person reads goes through t(), with {0}, {1} for values ---- */
 let words = {};
+let spoken = "en"; // the language of words, for screen readers
 function speak(language) { // zh, zh-CN, zh_Hans_CN: the catalogue of that language, whatever the place; without one English
   const main = (code) => code.toLowerCase().split(/[-_.]/)[0];
-  words = CATALOGUES[Object.keys(CATALOGUES).find((key) => main(key) === main(language ?? ""))] ?? {};
+  spoken = Object.keys(CATALOGUES).find((key) => main(key) === main(language ?? "")) ?? "en";
+  words = CATALOGUES[spoken] ?? {};
 }
 function t(text, ...values) { return (words[text] ?? text).replace(/\{(\d)\}/g, (_, index) => values[index]); }
 

@@ -4,12 +4,13 @@ PANELS.events = class extends Panel {
 
   constructor(store, name) {
     super(store, name);
-    this.list = make("ol", { class: "mm-list", role: "log", "aria-label": t("Last events"), tabindex: 0 });
-    this.node.append(make("h4", {}, t("Last events")), this.list);
+    this.list = make("ol");
+    this.log = make("div", { class: "mm-list", role: "log", "aria-label": t("Last events"), tabindex: 0 }, this.list);
+    this.node.append(make("h4", {}, t("Last events")), this.log);
   }
 
   update() {
     this.list.replaceChildren(...(this.frame.events ?? []).map((event) => make("li", { class: event.bad ? "mm-bad" : null }, make("time", {}, event.time), make("span", {}, event.text))));
-    this.list.scrollTop = this.list.scrollHeight;
+    this.log.scrollTop = this.log.scrollHeight;
   }
 };

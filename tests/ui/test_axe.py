@@ -1,0 +1,102 @@
+"""Axe over the dashboard with all its tabs and over every part: no serious or critical accessibility fault."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+import pytest
+from playwright.sync_api import Browser, Page
+
+from mmlab.ui.dashboard import PARTS, Dashboard, part
+from mmlab.ui.part import Part
+from mmlab.ui.source import RunSource
+from ui.stage import Stage, browser_page
+from ui.synthetic import InboxRun, SyntheticRun
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
+AXE = (files("axe_playwright_python") / "axe.min.js").read_text(encoding="utf-8")
+LOOKS = [(1200, False), (600, True)]
+"""Width and whether dark."""
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    with browser_page() as page:
+        assert page.context.browser is not None
+        yield page.context.browser
+
+
+@pytest.fixture
+def run(started: SyntheticRun) -> SyntheticRun:
+    started.train(30)
+    started.evaluate()
+    started.trace()
+    return started
+
+
+def serious(page: Page) -> list[str]:
+    """Serious and critical faults of what the page shows, each with what is at fault."""
+    if not page.evaluate("() => 'axe' in window"):
+        page.evaluate(AXE)
+    found: list[dict[str, Any]] = page.evaluate(
+        "() => axe.run('#cell', {resultTypes: ['violations']}).then((r) => r.violations)"
+    )
+    return [
+        f"{fault['id']} ({fault['impact']}): {node['html'][:200]}: {node['failureSummary']}"
+        for fault in found
+        if fault["impact"] in ("serious", "critical")
+        for node in fault["nodes"]
+    ]
+
+
+def faults(browser: Browser, shown: Part, width: int, dark: bool) -> list[str]:
+    """Those of a part, on each of its tabs."""
+    page = browser.new_page(viewport={"width": width, "height": 900})
+    try:
+        stage = Stage(page, shown, dark)
+        stage.until(lambda: page.locator(".mm-board").count() == 1 and stage.sent)
+        stage.until(lambda: page.locator(".mm-notice").first.inner_text() == "")
+        tabs = page.get_by_role("tab")
+        found = serious(page)
+        for index in range(1, tabs.count()):
+            tabs.nth(index).click()
+            page.wait_for_timeout(300)  # for the answer to what is in sight now
+            stage.pump()
+            found += [f"tab {tabs.nth(index).inner_text()}: {fault}" for fault in serious(page)]
+        assert stage.errors == []
+        return found
+    finally:
+        shown.close()
+        page.close()
+
+
+@pytest.mark.parametrize(("width", "dark"), [*LOOKS, (1200, True), (600, False)])
+def test_the_dashboard_has_no_serious_fault(browser: Browser, run: SyntheticRun, width: int, dark: bool) -> None:
+    assert faults(browser, Dashboard(InboxRun(run.dir), run.dir), width, dark) == []
+
+
+@pytest.mark.parametrize(("width", "dark"), LOOKS)
+@pytest.mark.parametrize("name", sorted(PARTS))
+def test_parts_have_no_serious_fault(browser: Browser, run: SyntheticRun, name: str, width: int, dark: bool) -> None:
+    assert faults(browser, part(RunSource(InboxRun(run.dir), run.dir), name), width, dark) == []
+
+
+def test_a_failed_run_in_chinese_has_no_serious_fault(
+    browser: Browser, run: SyntheticRun, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("MMLAB_LANGUAGE", "zh_CN")
+    run.state("failed", "rank 3 (stage 0 tp 1) failed in forward of step 31: boom")
+    page = browser.new_page(viewport={"width": 1200, "height": 900})
+    board = Dashboard(InboxRun(run.dir), run.dir)
+    try:
+        stage = Stage(page, board)
+        stage.until(lambda: "失败" in page.locator(".mm-state").inner_text())
+        assert page.locator(".mm-board").get_attribute("lang") == "zh-CN"
+        assert serious(page) == []
+        stage.shot(tmp_path / "failed-zh.png")
+    finally:
+        board.close()
+        page.close()
