@@ -71,7 +71,9 @@ class Session:
 
 @pytest.fixture(scope="module")
 def session(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Session]:
-    assert BUNDLE.is_dir(), "the sidebar is not built: pip install -e . with Node on PATH, or npm run build in extensions"
+    assert BUNDLE.is_dir(), (
+        "the sidebar is not built: pip install -e . with Node on PATH, or npm run build in extensions"
+    )
     folder = tmp_path_factory.mktemp("sidebar")
     write_notebook(folder / "work.ipynb", "")
     with jupyterlab(folder, "JupyterLab Dark") as address, browser_page(1500, 1000) as page:
@@ -94,51 +96,9 @@ def close_labs(folder: Path) -> None:
 def test_a_session_from_the_first_lab_to_the_emergency_stop(session: Session) -> None:
     page, side = session.page, session.side
     session.open("work.ipynb")
-    expect(side.get_by_text("No lab lives.")).to_be_visible(timeout=20_000)
-
-    session.button("Start a lab…").click()
-    page.locator(".jp-Dialog input").fill("3")
-    session.dialog("Start")
-    expect(side.locator(".mmlab-lab")).to_contain_text("ready · 3 of 3 engines", timeout=90_000)
-    processes = lab_processes(session.folder)
-
-    page.locator(".jp-CodeCell .cm-content").first.click()
-    side.get_by_role("button", name=re.compile("^Attach lab")).click()
-    expect(page.locator(".jp-CodeCell").first).to_contain_text("mmlab.Lab.attach")
-    page.locator(".jp-CodeCell .cm-content").first.click()
-    page.keyboard.press("Shift+Enter")
-    expect(page.locator(".jp-OutputArea").first).to_contain_text("3 of 3 engines", timeout=30_000)
-
-    session.cell(f'run = lab.train(mmlab.Plan.preset("laptop").with_({STEADY}))\nrun')
-    board = page.locator(".mm-board")
-    board.wait_for(timeout=60_000)
-    wait_for(lambda: "running" in session.state(), 90)
-    wait_for(lambda: re.search(r"step [1-9]", session.state()), 60)
-    expect(side.locator(".mmlab-ranks tbody tr")).to_have_count(3)
-    rate = page.get_by_label("Base learning rate of language")
-    rate.fill("5e-4")
-    rate.press("Enter")
-    record = session.run()
-    wait_for(lambda: record.live_plan().train.language.lr == 5e-4)
-
-    session.button("Pause").click()
-    wait_for(lambda: "paused" in session.state())
-    paused = record.status()["step"]
-    session.button("Step").click()
-    wait_for(lambda: record.status()["step"] == paused + 3, 60)
-    wait_for(lambda: f"step {paused + 3}" in session.state().replace(",", ""))
-    expect(page.locator("#jp-main-statusbar .mmlab-status")).to_contain_text(re.compile(r"paused · \d+/20000 · loss"))
-    session.shot("sidebar-dark")
-
-    session.button("Checkpoint").click()
-    wait_for(record.checkpoints, 30)
-    session.cell('run.compress("language", "int8")')
-    wait_for(lambda: record.live_plan().communication.language.compressor == "int8", 30)
-    session.button("Resume").click()
-    wait_for(lambda: record.status()["step"] > paused + 5, 60)
-    session.cell(f"run.restore(step={paused + 3})")
-    wait_for(lambda: any(event["kind"] == "restore" for event in record.events()), 60)
-
+    processes = start_a_lab_and_attach(session)
+    record = train(session)
+    steer(session, record)
     kill_a_rank(session, record)
     emergency_stop_while_a_cell_is_busy(session, record)
 
@@ -149,12 +109,68 @@ def test_a_session_from_the_first_lab_to_the_emergency_stop(session: Session) ->
     session.cell("import mmlab\nmmlab.Lab.attach().run")
     page.locator(".jp-OutputArea-output img").wait_for(timeout=60_000)
 
-    session.shot("sidebar-after")
     side.get_by_role("button", name=re.compile("^Close lab")).click()
     session.dialog("Close the lab")
     expect(side.get_by_text("No lab lives.")).to_be_visible(timeout=60_000)
     wait_for(lambda: not [pid for pid in processes if psutil.pid_exists(pid)], 20)
-    assert session.errors == []
+    own = [error for error in session.errors if not error.startswith("Canceled future for kernel_info")]
+    assert own == []  # the one left out is JupyterLab's, of a restart while it waits for a busy kernel
+
+
+def start_a_lab_and_attach(session: Session) -> list[int]:
+    """A lab from the sidebar, attached to by a cell that the sidebar puts into the notebook; its processes."""
+    page, side = session.page, session.side
+    expect(side.get_by_text("No lab lives.")).to_be_visible(timeout=20_000)
+    session.button("Start a lab…").click()
+    page.locator(".jp-Dialog input").fill("3")
+    session.dialog("Start")
+    expect(side.locator(".mmlab-lab")).to_contain_text("ready · 3 of 3 engines", timeout=90_000)
+    page.locator(".jp-CodeCell .cm-content").first.click()
+    side.get_by_role("button", name=re.compile("^Attach lab")).click()
+    expect(page.locator(".jp-CodeCell").first).to_contain_text("mmlab.Lab.attach")
+    page.locator(".jp-CodeCell .cm-content").first.click()
+    page.keyboard.press("Shift+Enter")
+    expect(page.locator(".jp-OutputArea").first).to_contain_text("3 of 3 engines", timeout=30_000)
+    return lab_processes(session.folder)
+
+
+def train(session: Session) -> RunRecord:
+    """A run from a cell, its dashboard, and its ranks in the sidebar; the learning rate moved."""
+    session.cell(f'run = lab.train(mmlab.Plan.preset("laptop").with_({STEADY}))\nrun')
+    session.page.locator(".mm-board").wait_for(timeout=60_000)
+    wait_for(lambda: "running" in session.state(), 90)
+    wait_for(lambda: re.search(r"step [1-9]", session.state()), 60)
+    expect(session.side.locator(".mmlab-ranks tbody tr")).to_have_count(3)
+    rate = session.page.get_by_label("Base learning rate of language")
+    rate.fill("5e-4")
+    rate.press("Enter")
+    record = session.run()
+    wait_for(lambda: record.live_plan().train.language.lr == 5e-4)
+    return record
+
+
+def steer(session: Session, record: RunRecord) -> None:
+    """Pause, three steps, a checkpoint, other compression, back to the checkpoint."""
+    session.button("Pause").click()
+    wait_for(lambda: "paused" in session.state())
+    paused = record.status()["step"]
+    session.button("Step").click()
+    wait_for(lambda: record.status()["step"] == paused + 3, 60)
+    wait_for(lambda: f"step {paused + 3}" in session.state().replace(",", ""))
+    status = session.page.locator("#jp-main-statusbar .mmlab-status")
+    expect(status).to_contain_text(re.compile(r"paused · \d+/20000 · loss"))
+    said = session.side.locator(".mmlab-said")
+    expect(said).to_contain_text(re.compile(r"step: applied after step \d+ on 3 ranks"), timeout=10_000)
+    session.shot("sidebar-dark")
+
+    session.button("Checkpoint").click()
+    wait_for(record.checkpoints, 30)
+    session.cell('run.compress("language", "int8")')
+    wait_for(lambda: record.live_plan().communication.language.compressor == "int8", 30)
+    session.button("Resume").click()
+    wait_for(lambda: record.status()["step"] > paused + 5, 60)
+    session.cell(f"run.restore(step={paused + 3})")
+    wait_for(lambda: any(event["kind"] == "restore" for event in record.events()), 60)
 
 
 def lab_processes(folder: Path) -> list[int]:
@@ -193,6 +209,5 @@ def emergency_stop_while_a_cell_is_busy(session: Session, record: RunRecord) -> 
 def restart_kernel(page: Page) -> None:
     """Restart the kernel, whose cell is busy, from the toolbar."""
     page.locator('[data-command="notebook:restart-kernel"], button[title*="Restart the kernel"]').first.click()
-    page.locator(".jp-Dialog").get_by_role("button", name="Restart").click()
+    page.locator(".jp-Dialog").get_by_role("button", name="Confirm Kernel Restart").click()
     kernel_idle(page)
-
