@@ -19,6 +19,7 @@ SENT = "Lab( layout() train( traffic() close()"
 HELD = "Lab( layout() train( step( lab.view close()"
 COMPRESSED = "Lab( train( compress( measure_compression() compression() stop() close()"
 KILLED = "Lab( train( chaos(kill=1) chaos(hang=2) chaos(corrupt= relayout( ledger() close()"
+HEADLESS = "save( outlive= attach( wait( MMLAB_RESUME SIGTERM ledger() close()"
 FED = "Lab( train( diagnose() ledger() close()"
 VERBS = {
     "01_quickstart.ipynb": STEERED,
@@ -28,6 +29,7 @@ VERBS = {
     "05_gradient_compression.ipynb": COMPRESSED,
     "06_kill_a_rank.ipynb": KILLED,
     "07_feeding_the_ranks.ipynb": FED,
+    "08_notebook_to_slurm.ipynb": HEADLESS,
 }
 
 
@@ -178,3 +180,21 @@ def test_the_lesson_about_data_teaches_what_it_says(tmp_path: Path, monkeypatch:
     assert len(waits) == 3
     assert "no bad member" in text
     assert "4 x 3 tiles and the whole: 13 tiles" in text
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_the_lesson_about_batch_queues_loses_no_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    text = printed(executed("08_notebook_to_slurm.ipynb", tmp_path, monkeypatch))
+    killed = re.search(r"killed at step (\d+); now the run is running at step (\d+)", text)
+    assert killed is not None
+    assert int(killed[2]) >= int(killed[1]) + 20
+    assert re.search(r"stopped after step (\d+), saved after step \1\n0 steps lost", text)
+    assert "scontrol requeue 4242" in text
+    assert re.findall(r"torchrun's exit code: (\d)", text) == ["1", "0"]
+    left = re.search(r"left after step (\d+), went on with step (\d+)", text)
+    assert left is not None
+    assert int(left[2]) == int(left[1]) + 1
+    assert text.count("the same bits") == 2
+    assert "no ipyparallel profile 'slurm-of-nowhere'" in text
+    assert text.count("not answered yet") == 2
