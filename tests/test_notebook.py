@@ -1,7 +1,11 @@
-"""The notebooks run from top to bottom."""
+"""The notebooks run from top to bottom.
+
+Where the environment variable MMLAB_RENDERED names a folder, each one that has run is written there as HTML.
+"""
 
 from __future__ import annotations
 
+import os
 import re
 import tomllib
 from pathlib import Path
@@ -9,7 +13,9 @@ from pathlib import Path
 import nbformat
 import pytest
 from nbclient import NotebookClient
+from nbconvert import HTMLExporter
 
+from mmlab import Lab
 from mmlab.lessons import NOTEBOOKS, packaged_notebook
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -43,8 +49,21 @@ def executed(name: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> dict[s
     monkeypatch.setenv("MMLAB_RUNS", str(folder / "runs"))
     (folder / "runtime").mkdir()
     notebook = read(name)
-    NotebookClient(notebook, timeout=200, resources={"metadata": {"path": str(folder)}}).execute()
+    try:
+        NotebookClient(notebook, timeout=200, resources={"metadata": {"path": str(folder)}}).execute()
+    finally:
+        render(notebook, name)
+        for lab in Lab.live():  # of this test's runtime folder: a lesson that broke off has not closed it
+            lab.close()
     return {cell.source: cell.outputs for cell in notebook.cells if cell.cell_type == "code"}
+
+
+def render(notebook: nbformat.NotebookNode, name: str) -> None:
+    """Write a notebook with its outputs, as far as it came, where MMLAB_RENDERED says."""
+    if folder := os.environ.get("MMLAB_RENDERED"):
+        html, _ = HTMLExporter().from_notebook_node(notebook, {"metadata": {"name": Path(name).stem}})
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        (Path(folder) / name).with_suffix(".html").write_text(html)
 
 
 def printed(outputs: dict[str, list[nbformat.NotebookNode]]) -> str:
