@@ -109,6 +109,13 @@ class Steered:
             return Sent(command.verb, command.id, self._record.paths.control)
         return self._send_command(command)
 
+    def relaid(
+        self, plan: Plan | str | Path | Mapping[str, Any], *changes: str | Mapping[str, Any]
+    ) -> tuple[Plan, Plan]:
+        """What `relayout` of the same would do, without doing it: the plan as it is now, and the one that it would
+        become. PlanError as from `relayout`."""
+        return self._record.live_plan(), self._relaid(plan, *changes)[1]
+
     def chaos(self, *, seconds: float | None = None, phase: str = "", **action: Any) -> Sent:
         """Do harm on purpose, to see what becomes of it; one action at a time.
 

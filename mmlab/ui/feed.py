@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from mmlab.messages import ENDED, PHASES, Event, RunPaths, read_events
-from mmlab.plan import Plan
+from mmlab.plan import Plan, set_live
 from mmlab.tracking.bottleneck import SKIPPED
+from mmlab.tracking.compression import CompressionTrail
 from mmlab.tracking.record import RunRecord
 from mmlab.ui.series import Series
 
@@ -33,8 +34,9 @@ class Feed:
     """The present picture of one run.
 
     `state`, `reason`, `step`, `steps` (planned), `curves` {name: Series}, `recent` (last events, oldest first), `ranks`
-    as in `run.status()`, `rates` {module: base learning rate}, `last` (the last `step` event), `evals`, `samples`,
-    `states` and `commands` (their events).
+    as in `run.status()`, `rates` {module: base learning rate}, `last` (the last `step` event), `evals`, `samples`
+    (the newest), `sampled` (all that are kept), `states` and `commands` (their events), `compression` (what gradients
+    were coded with), `values` (live fields of the plan that commands have set).
     """
 
     def __init__(self, run_dir: Path | str, capacity: int = 4000) -> None:
@@ -52,6 +54,9 @@ class Feed:
         self.first_loss: float | None = None
         self.evals: deque[Event] = deque(maxlen=200)
         self.samples: Event = {}
+        self.sampled: deque[Event] = deque(maxlen=200)
+        self.compression = CompressionTrail()
+        self.values: dict[str, Any] = {}
         self.states: list[Event] = []
         self.commands: deque[Event] = deque(maxlen=500)
         self.last_steps: deque[Event] = deque(maxlen=WINDOW + SKIPPED)
@@ -66,6 +71,10 @@ class Feed:
     def plan(self) -> Plan:
         """The run's plan; what is measured at its start is in it from then on."""
         return self.record.plan
+
+    def live_plan(self) -> Plan:
+        """The plan with what commands and restores have made of its live fields."""
+        return set_live(self.plan, self.values) if self.values else self.plan
 
     def read(self, on_event: Callable[[Event], None] | None = None) -> int:
         """Take in what is new in the event log; the number of events. `on_event` sees each."""
@@ -114,6 +123,7 @@ class Feed:
 
     def _take(self, event: Event) -> None:
         kind = event.get("kind", "")
+        self.compression.take(event)
         if kind == "step":
             self._take_step(event)
         elif kind == "state":
@@ -125,6 +135,7 @@ class Feed:
             self._take_eval(event)
         elif kind == "samples":
             self.samples = event
+            self.sampled.append(event)
         elif kind == "command":
             self.commands.append(event)
             if event.get("ok") and event.get("verb") == "set":
@@ -133,6 +144,7 @@ class Feed:
             self.moved = int(event["step"])
             self.last_steps.clear()
             self.steps = int(event.get("steps", self.steps))
+            self.values = {}  # they are in the plan that it has written
             self.rates = {name: getattr(self.plan.train, name).lr for name in self.rates}
         elif kind == "restore":
             self._take_values(event.get("values", {}))
@@ -170,6 +182,7 @@ class Feed:
         self._phases.clear()
 
     def _take_values(self, values: dict[str, Any]) -> None:
+        self.values |= values
         for key, value in values.items():
             parts = key.split(".")
             if key == "train.steps":

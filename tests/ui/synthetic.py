@@ -22,6 +22,7 @@ from mmlab.messages.checkpoints import seal
 from mmlab.messages.runs import create_run
 from mmlab.plan import Plan
 from mmlab.plan.simulate import estimated_costs
+from mmlab.tracking.sent import Sent
 
 SHARES = {
     "vision": {"data": 12, "encode": 30, "backward": 22, "exchange": 25, "reduce": 6, "optimizer": 4},
@@ -45,6 +46,8 @@ class SyntheticRun:
         self.random = random.Random(7)
         self.step = 0
         self.beacons: list[Beacon] = []
+        self.coded: dict[str, Any] = CODED
+        self.error: float | None = None
 
     @property
     def dir(self) -> Path:
@@ -76,11 +79,16 @@ class SyntheticRun:
             grad_norm=norms, grad_norm_total=math.hypot(*norms.values()),
             phases=[self._phases(place, seconds) for place in self.places],
             traffic={"vision": [50_000]}, communication={"vision": {"seconds": 0.01, "exposed": 0.004}},
-            compression={"vision": CODED},
+            compression={"vision": self._coded()},
         )  # fmt: skip
         for beacon in self.beacons:
             beacon.step = self.step
             beacon.update("forward", 0)
+
+    def _coded(self) -> dict[str, Any]:
+        """How the step's gradients were compressed; with `error`, that is measured in this one step."""
+        error, self.error = self.error, None
+        return self.coded if error is None else {**self.coded, "error": error}
 
     def _phases(self, place: Any, seconds: float) -> list[float]:
         shares = SHARES[place.role]
@@ -199,29 +207,31 @@ class InboxRun:
     def __init__(self, run_dir: Path) -> None:
         self.dir = run_dir
 
-    def _send(self, verb: str, **args: Any) -> None:
-        send(self.dir / "control", new_command(verb, args, source="test"))
+    def _send(self, verb: str, **args: Any) -> Sent:
+        command = new_command(verb, args, source="test")
+        send(self.dir / "control", command)
+        return Sent(verb, command.id, self.dir / "control")
 
-    def pause(self) -> None:
-        self._send("pause")
+    def pause(self) -> Sent:
+        return self._send("pause")
 
-    def resume(self) -> None:
-        self._send("resume")
+    def resume(self) -> Sent:
+        return self._send("resume")
 
-    def abort(self) -> None:
-        self._send("abort", generation=0)
+    def abort(self) -> Sent:
+        return self._send("abort", generation=0)
 
-    def stop(self) -> None:
-        self._send("stop")
+    def stop(self) -> Sent:
+        return self._send("stop")
 
-    def checkpoint(self) -> None:
-        self._send("checkpoint")
+    def checkpoint(self, name: str = "") -> Sent:
+        return self._send("checkpoint", **({"name": name} if name else {}))
 
-    def step(self, n: int = 1) -> None:
-        self._send("step", n=n)
+    def step(self, n: int = 1) -> Sent:
+        return self._send("step", n=n)
 
-    def set(self, key: str, value: Any) -> None:
-        self._send("set", values={key: value})
+    def set(self, key: str, value: Any) -> Sent:
+        return self._send("set", values={key: value})
 
 
 if __name__ == "__main__":
