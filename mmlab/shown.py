@@ -32,7 +32,8 @@ class Shown:
 
     @property
     def charts(self) -> Any:
-        """Loss and throughput by step."""
+        """Curves by step: loss, throughput, gradient norms, learning rates, data wait, phases; other runs overlaid with
+        `run.charts.overlay(other)`."""
         return self._part("charts")
 
     @property

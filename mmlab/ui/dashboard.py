@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from mmlab.ui.charting import ChartsPart
 from mmlab.ui.panel import Panel
 from mmlab.ui.panels.charts import Charts
 from mmlab.ui.panels.checkpoints import Checkpoints
@@ -42,7 +43,8 @@ TABS: tuple[Make, ...] = (SchedulePanel, Checkpoints, Compression, Samples, Log)
 def part(source: RunSource, name: str) -> Part:
     """A part of the dashboard that stands alone: a name of PARTS."""
     label, panels = PARTS[name]
-    return Part(source, [panel(source) for panel in panels], label)
+    kind = ChartsPart if name == "charts" else Part
+    return kind(source, [panel(source) for panel in panels], label)
 
 
 class Dashboard(Part):
