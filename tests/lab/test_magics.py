@@ -81,10 +81,11 @@ def test_errors_are_one_message_and_help_costs_nothing(magics, capsys):
     assert "no runs in" in capsys.readouterr().out
 
 
-@pytest.fixture
-def trained(place, tmp_path, monkeypatch):
+@pytest.fixture(scope="module")
+def trained(place, tmp_path_factory):
     """A kernel with the extension, and a run of three ranks on engines of its own."""
-    monkeypatch.setenv("JUPYTER_RUNTIME_DIR", str(tmp_path / "runtime"))
+    patch = pytest.MonkeyPatch()
+    patch.setenv("JUPYTER_RUNTIME_DIR", str(tmp_path_factory.mktemp("magics")))
     lab = Lab(engines=3)
     kernel = None
     try:
@@ -99,6 +100,7 @@ def trained(place, tmp_path, monkeypatch):
             kernel.close()
         pids = processes(lab)
         lab.close()
+        patch.undo()
         assert_ended(pids)
 
 
