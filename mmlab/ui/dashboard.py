@@ -12,6 +12,7 @@ from mmlab.ui.panels.controls import Controls
 from mmlab.ui.panels.events import Events
 from mmlab.ui.panels.head import Head
 from mmlab.ui.panels.phases import Phases
+from mmlab.ui.panels.placement import PlacementPanel
 from mmlab.ui.panels.schedule import SchedulePanel
 from mmlab.ui.part import PERIOD, Part
 from mmlab.ui.snapshot import Snapshot, of_feed
@@ -23,11 +24,12 @@ PARTS: Mapping[str, tuple[str, tuple[Make, ...]]] = {
     "charts": ("Charts of a run", (Charts,)),
     "controls": ("Steer a run", (Head, Controls)),
     "schedule_view": ("Pipeline schedule of a run", (SchedulePanel,)),
+    "placement_view": ("Placement of a run", (PlacementPanel,)),
 }
 """Parts of the dashboard that stand alone, by the attribute of `mmlab.lab.Run`: label, panels."""
 OVERVIEW: tuple[Make, ...] = (Head, Controls, Charts, Phases, Events)
 """What the dashboard shows at once; in sight when it opens."""
-TABS: tuple[Make, ...] = (SchedulePanel,)
+TABS: tuple[Make, ...] = (SchedulePanel, PlacementPanel)
 """What it shows when asked."""
 
 
