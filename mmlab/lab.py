@@ -16,12 +16,11 @@ from types import TracebackType
 from typing import Any, Literal, overload
 
 from mmlab.cluster import registry
+from mmlab.cluster.browsing import Browsed
 from mmlab.cluster.client import LabView, check_profile
-from mmlab.cluster.export import export
 from mmlab.cluster.registry import LabPaths
 from mmlab.errors import LabError, MmlabError, PlanError
 from mmlab.messages import Command, read_json
-from mmlab.messages.moves import rescue_move
 from mmlab.messages.runs import create_run, runs_root
 from mmlab.plan import Plan, check_platform
 from mmlab.shown import Shown
@@ -31,8 +30,7 @@ from mmlab.tracking.doctor import Diagnosis, diagnose
 from mmlab.tracking.ledger import Ledger
 from mmlab.tracking.progress import current_shell, in_kernel, report_unseen
 from mmlab.tracking.record import ENDED, RunRecord, list_runs
-from mmlab.tracking.sent import Sent, WaitTimeout
-from mmlab.tracking.steered import Steered
+from mmlab.tracking.sent import WaitTimeout
 from mmlab.tracking.traffic import TrafficTable
 from mmlab.tracking.waiting import POLL, next_generation, reached, wait_for
 
@@ -46,7 +44,7 @@ STOP = 30.0
 """Seconds that an unfinished run gets to stop when a `with` block ends, before its lab is closed."""
 
 
-class Run(Shown, Steered):
+class Run(Shown, Browsed):
     """A run: looks at it and steers it, live or not, from any process that sees its folder."""
 
     def __init__(self, run_dir: str | Path, lab: Lab | None = None) -> None:
@@ -100,15 +98,6 @@ class Run(Shown, Steered):
         """One dict a step of the current lineage: "step", "loss", "lr" {module: x}, "grad_norm", "tokens_per_s", ..."""
         return self._record.metrics()
 
-    def checkpoints(self) -> list[dict[str, Any]]:
-        """Complete checkpoints by step: "name", "step", "lineage", "time", "loss", "bytes", "path"."""
-        return self._record.checkpoints()
-
-    def export(self, folder: str | Path, step: int | None = None, name: str = "", adapters: bool = False) -> list[Path]:
-        """Write a checkpoint's weights for Hugging Face's classes, or LoRA's `adapters` alone for PEFT; the files."""
-        name = self._record.find_checkpoint(step, name)["name"]
-        return export(self._record.checkpoint_location, Path(folder).absolute(), name=name, adapters=adapters)
-
     @overload
     def log(self, rank: int, follow: Literal[False] = False, lines: int | None = None) -> str: ...
 
@@ -155,26 +144,10 @@ class Run(Shown, Steered):
         reason = f": {status['reason']}" if status["reason"] else ""
         return f"<Run {self.id}: {status['state']}, step {status['step']} of {status['steps']}{reason}>"
 
-    # steering: see Steered
+    # steering: see Steered; checkpoints: see Browsed
 
     def _bring(self, n: int, command: Command) -> bool:
         return registry.bring(self._record.info, self.dir, n, command)
-
-    def restore(self, step: int | None = None, name: str = "", lab: Lab | None = None) -> Sent | Run:
-        """Go back to a checkpoint, by step or name (default: the last one).
-
-        A live run does so at its next step boundary. A run that has ended is started again from there, on the engines
-        of `lab`, else of the lab it was made with, else of the only live one. CheckpointError when there is none such.
-        """
-        ended = self.status()["state"] in ENDED
-        if ended:
-            rescue_move(self._record.paths)
-        found = self._record.find_checkpoint(step, name)
-        newest = step is None and not name  # it is for the ranks to pass over one that is damaged
-        if not ended:
-            return self._send("restore", **({} if newest else {"step": found["step"], "name": found["name"]}))
-        (lab or self._home())._launch(self, restore="latest" if newest else found["name"])
-        return self
 
     def _home(self) -> Lab:
         """The lab that can start this run again."""
@@ -308,14 +281,18 @@ class Lab:
         """
         plan = plan if isinstance(plan, Plan) else Plan.load(plan)
         plan.check().raise_if_any()
-        if plan.cluster.profile not in ("", self._config.get("profile", "")):
-            name = plan.cluster.profile
-            raise PlanError(f'cluster.profile = "{name}": this lab is of another; use mmlab.Lab(profile="{name}")')
-        self._check_free()
+        self._check_fits(plan)
         paths = create_run(runs_root(), plan.name, plan.dumps(), plan.world_size, plan.train.steps)
         run = Run(paths.root, self)
         self._launch(run, restore=None)
         return run
+
+    def _check_fits(self, plan: Plan) -> None:
+        """PlanError for a plan of another profile, LabError where this lab has ended or is busy."""
+        if plan.cluster.profile not in ("", self._config.get("profile", "")):
+            name = plan.cluster.profile
+            raise PlanError(f'cluster.profile = "{name}": this lab is of another; use mmlab.Lab(profile="{name}")')
+        self._check_free()
 
     def _check_free(self, restarted: Path | None = None) -> None:
         if self.status()["state"] == "ended":

@@ -11,6 +11,8 @@ from mmlab.errors import LabError
 NOTEBOOKS = (
     "01_quickstart.ipynb",
     "02_pipeline_schedules.ipynb",
+    "03_tensor_and_sequence.ipynb",
+    "04_sharding_and_offload.ipynb",
     "05_gradient_compression.ipynb",
     "06_kill_a_rank.ipynb",
     "07_feeding_the_ranks.ipynb",

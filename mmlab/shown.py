@@ -38,13 +38,34 @@ class Shown:
 
     @property
     def charts(self) -> Any:
-        """Loss and throughput by step."""
+        """Curves by step: loss, throughput, gradient norms, learning rates, data wait, phases; other runs overlaid with
+        `run.charts.overlay(other)`."""
         return self._part("charts")
 
     @property
     def controls(self) -> Any:
         """Buttons that steer the run, and what all ranks acked."""
         return self._part("controls")
+
+    @property
+    def compression_view(self) -> Any:
+        """How gradients are compressed, by group: choice and parameters, bytes, time and error beside the loss."""
+        return self._part("compression_view")
+
+    @property
+    def samples_view(self) -> Any:
+        """Held-out pictures with what the model writes for them, and the truth."""
+        return self._part("samples_view")
+
+    @property
+    def log_view(self) -> Any:
+        """What ranks print: all or one, filtered and followed."""
+        return self._part("log_view")
+
+    @property
+    def checkpoint_view(self) -> Any:
+        """What was saved, branch by branch: compare, restore, branch, name, delete."""
+        return self._part("checkpoint_view")
 
     @property
     def schedule_view(self) -> Any:

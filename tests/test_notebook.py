@@ -15,12 +15,16 @@ from mmlab.lessons import NOTEBOOKS, packaged_notebook
 ROOT = Path(__file__).resolve().parent.parent
 STEERED = "Lab( check() layout() schedule() train( pause() step( set( checkpoint( restore( stop() close()"
 SCHEDULED = "Lab( schedule() train( traces( bubble( measured_svg( close()"
+SENT = "Lab( layout() train( traffic() close()"
+HELD = "Lab( layout() train( step( lab.view close()"
 COMPRESSED = "Lab( train( compress( measure_compression() compression() stop() close()"
 KILLED = "Lab( train( chaos(kill=1) chaos(hang=2) chaos(corrupt= relayout( ledger() close()"
 FED = "Lab( train( diagnose() ledger() close()"
 VERBS = {
     "01_quickstart.ipynb": STEERED,
     "02_pipeline_schedules.ipynb": SCHEDULED,
+    "03_tensor_and_sequence.ipynb": SENT,
+    "04_sharding_and_offload.ipynb": HELD,
     "05_gradient_compression.ipynb": COMPRESSED,
     "06_kill_a_rank.ipynb": KILLED,
     "07_feeding_the_ranks.ipynb": FED,
@@ -94,6 +98,44 @@ def test_the_lesson_about_schedules_measures_what_the_formula_says(
         assert float(found) == pytest.approx(float(with_measured_passes), abs=tolerance)
     (chart,) = [cell for source, cell in outputs.items() if source.startswith("from IPython.display import HTML")]
     assert chart[0].data["text/html"].count("<rect") > 40
+    assert text.count("not answered yet") == 2
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_the_lesson_about_bytes_counts_what_the_formulas_say(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    text = printed(executed("03_tensor_and_sequence.ipynb", tmp_path, monkeypatch))
+    rows = re.findall(r"^(.+?) +formula +([\d,]+) +counted +([\d,]+) bytes a step", text, re.MULTILINE)
+    found = {name: (int(formula.replace(",", "")), int(counted.replace(",", ""))) for name, formula, counted in rows}
+    assert len(found) == 8
+    for name, (formula, counted) in found.items():
+        tolerance = 0.03 if name.startswith("ring") else 0.0  # pieces of sequences that four does not divide
+        assert counted == pytest.approx(formula, rel=tolerance, abs=0), name
+    assert found["pp 2"][1] < min(counted for name, (_, counted) in found.items() if name != "pp 2")
+    assert found["ring, 4 heads share one"][1] < found["ulysses, 4 heads share one"][1]
+    assert text.count("not answered yet") == 2
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_the_lesson_about_sharding_counts_what_the_formulas_say(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = printed(executed("04_sharding_and_offload.ipynb", tmp_path, monkeypatch))  # its cells compare byte by byte
+    (count,) = re.findall(r"decoder has ([\d,]+) parameters", text)
+    whole = 16 * int(count.replace(",", "")) / 1e6
+    rows = re.findall(r"^(\w+) +[\d.]+ +[\d.]+ +[\d.]+ +([\d.]+) +[\d.]+", text, re.MULTILINE)
+    shares = {"none": 1, "zero1": 3 / 4, "zero2": 1 / 2, "zero3": 1 / 2, "bf16": 1}
+    assert {name: float(found) for name, found in rows} == {
+        name: pytest.approx(share * whole, abs=0.006)  # as printed
+        for name, share in shares.items()
+    }
+    sent = dict(re.findall(r"^(\w+) +formula +[\d,]+ +counted +([\d,]+) bytes", text, re.MULTILINE))
+    assert list(sent) == ["none", "zero1", "zero2", "zero3"]
+    kept = re.search(r"1e5 keeps \d+ whole: ([\d.]+)% of the bytes", text)
+    assert kept is not None
+    assert float(kept[1]) < 0.2
+    assert "stays outside of DeepSpeed" in text  # the narrow language model: no threshold separates the two
     assert text.count("not answered yet") == 2
 
 

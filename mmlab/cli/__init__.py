@@ -10,7 +10,7 @@ from typing import NoReturn
 
 import typer
 
-from mmlab.cli import bench, data, deepspeed, labs, plans, runs, training
+from mmlab.cli import bench, checkpoints, data, deepspeed, labs, plans, runs, training
 from mmlab.errors import MmlabError
 
 INTERRUPTED = 130
@@ -26,7 +26,7 @@ def build_app() -> typer.Typer:
         pretty_exceptions_enable=False,
         context_settings={"help_option_names": ["-h", "--help"]},
     )
-    for commands in (training, plans, deepspeed, data, bench, runs, labs):
+    for commands in (training, plans, deepspeed, data, bench, runs, checkpoints, labs):
         commands.register(app)
     return app
 

@@ -171,10 +171,14 @@ def checkpoint(
 
 def restore(
     run: RunArgument,
+    changes: Annotated[
+        list[str] | None, typer.Argument(metavar="[PLAN] [KEY=VALUE]...", help="Another layout, such as parallel.tp=2.")
+    ] = None,
     step: CheckpointStep = None,
     name: CheckpointName = "",
 ) -> None:
-    """Go back to a checkpoint; a run that has ended is started again from it, in a live lab or in one of its own."""
+    """Go back to a checkpoint, in another layout too; a run that has ended is started again from it, in a live lab or
+    in one of its own."""
     from mmlab.cli.training import continue_run
     from mmlab.lab import Lab
     from mmlab.messages import ENDED
@@ -182,9 +186,9 @@ def restore(
 
     found = open_run(run)
     if found.status()["state"] in ENDED and not Lab.live():
-        continue_run(found, step, name)
+        continue_run(found, step, name, changes or [])
         return
-    sent = found.restore(step=step, name=name)
+    sent = found.restore(step=step, name=name, plan=changes)
     if isinstance(sent, Sent):
         _print_ack(sent)
     else:

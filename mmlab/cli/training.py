@@ -70,9 +70,18 @@ def train(plan: Plan) -> dict[str, Any]:
     return _in_own_lab(plan, lambda lab: lab.train(plan))
 
 
-def continue_run(run: Run, step: int | None, name: str) -> None:
+def continue_run(run: Run, step: int | None, name: str, changes: list[str]) -> None:
     """Start a run that has ended again from a checkpoint, in a lab of this process, and follow it to its end."""
-    results = _in_own_lab(run.plan, lambda lab: cast("Run", run.restore(step=step, name=name, lab=lab)))
+    plan = run.restored_plan(*changes) if changes else run.plan
+    results = _in_own_lab(plan, lambda lab: cast("Run", run.restore(step=step, name=name, lab=lab, plan=changes)))
+    _finish(results, None)
+    _print_places(results)
+
+
+def branch_run(run: Run, changes: list[str], step: int | None, name: str) -> None:
+    """Start a new run from a checkpoint of a run, in a lab of this process, and follow it to its end."""
+    plan = run.branched_plan(*changes, step=step, name=name)
+    results = _in_own_lab(plan, lambda lab: run.branch(*changes, step=step, name=name, lab=lab))
     _finish(results, None)
     _print_places(results)
 

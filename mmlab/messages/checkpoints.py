@@ -2,7 +2,7 @@
 
 A manifest is JSON: format, name, step, time, seconds, bytes, files {name: {size, sha256}}, frozen {module: {folder,
 content, bytes}} (what is stored once, below `.frozen/`, for all checkpoints that refer to it), step, lineage, cursors,
-plan, ... and `seal`, a checksum of all the rest.
+plan, ... and `seal`, a checksum of all the rest; `given`, the name that it was given later.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import tomllib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from mmlab.errors import CheckpointError
 from mmlab.messages.events import Event, last_steps
 from mmlab.messages.files import RunPaths
 from mmlab.messages.locations import Location
@@ -22,6 +23,8 @@ from mmlab.messages.locations import Location
 MANIFEST = "manifest.json"
 FROZEN = ".frozen"
 """Folder beside the checkpoints with what is frozen. No checkpoint can be called so."""
+LONGEST_NAME = 200
+"""Bytes of a checkpoint's name: file systems admit 255, and one that takes the place of another has a longer one."""
 
 Found = tuple[Location, dict[str, Any]]
 """A checkpoint's folder and manifest."""
@@ -64,8 +67,38 @@ def manifests(checkpoints: Location, keys: Sequence[str] = ("name", "step", "tim
     return [(folder, m) for folder, m in found if isinstance(m, dict) and m.keys() >= set(keys)]
 
 
+def check_name(name: str) -> None:
+    """CheckpointError for a name that cannot be a folder's."""
+    if name and (name != name.strip(". ") or not name.isprintable() or any(c in name for c in "/\\")):
+        raise CheckpointError(f"{name!r} is not a name for a checkpoint: letters, digits, - _ . only")
+    if len(name.encode()) > LONGEST_NAME:
+        raise CheckpointError(f"a checkpoint's name has at most {LONGEST_NAME} bytes, not {len(name.encode())}")
+
+
+def flaw(folder: Location, manifest: Any) -> str:
+    """What shows, without reading its files, that a checkpoint or a frozen part is not what was written; "" when
+    nothing does."""
+    if not isinstance(manifest, dict) or "files" not in manifest:
+        return f"{folder} holds no complete checkpoint (no {MANIFEST} that can be read)."
+    if "seal" in manifest and seal(manifest) != manifest["seal"]:
+        return f"checkpoint {folder.name} is damaged: {MANIFEST} is not what was written."
+    try:
+        sizes = folder.sizes()
+    except OSError as error:
+        return f"checkpoint {folder.name} cannot be read: {error}"
+    for name, wanted in manifest["files"].items():
+        size = sizes.get(name, -1)
+        if size != wanted["size"]:
+            found = "is missing" if size < 0 else f"has {size} bytes, not {wanted['size']}"
+            return f"checkpoint {folder.name} is damaged: {name} {found}. Restore another one."
+    return ""
+
+
 def called(folder: Location, manifest: Mapping[str, Any]) -> str:
-    """A checkpoint's name: its folder's, without the number of one that has taken the place of another (`name~2`)."""
+    """A checkpoint's name: the one it was given later, else its folder's, without the number of one that has taken the
+    place of another (`name~2`)."""
+    if manifest.get("given"):
+        return str(manifest["given"])
     name = str(manifest.get("name", folder.name))
     return name if re.fullmatch(re.escape(name) + r"(~\d+)?", folder.name) else folder.name
 
@@ -81,10 +114,18 @@ def chain(events: Sequence[Event]) -> list[Event]:
     return found
 
 
+def inherited(lineages: Sequence[Event]) -> dict[str, float]:
+    """`last_steps` of a run's lineages (newest first), and that of another run that the first one branches off."""
+    limit = last_steps(list(lineages))
+    if lineages and (origin := lineages[-1]["parent"]):
+        limit.setdefault(origin, lineages[-1]["parent_step"])
+    return limit
+
+
 def newest_first(found: Sequence[Found], events: Sequence[Event]) -> list[Found]:
     """Checkpoints in the order in which a run would go on from them: those of the current lineage and of what it
     inherits from its ancestors, then what restores have taken back; in each the newest first."""
-    limit = last_steps(chain(events))
+    limit = inherited(chain(events))
 
     def age(pair: Found) -> tuple[bool, float]:
         manifest = pair[1]

@@ -31,7 +31,8 @@ class Command:
     """One command.
 
     Arguments by verb: step {"n": int}; set {"values": {dotted key: value}}; checkpoint {"name": str};
-    restore {"step": int | None, "name": str}; relayout {"changes": {dotted key: value}}; abort {"generation": int};
+    restore {"step": int | None, "name": str, and for another layout "changes": {dotted key: value}};
+    relayout {"changes": {dotted key: value}}; abort {"generation": int};
     chaos {"action": kill | hang | slow, "rank": int, "seconds": float, "phase": str};
     pause, resume, measure and stop none. An abort does not wait for a step boundary: the control thread of every rank
     carries it out.

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import os
 import shutil
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -117,6 +119,26 @@ class Location:
         """Copy a file of this machine into this folder, which is elsewhere, under its own name."""
         with self._elsewhere() as (system, path):
             system.put_file(str(file), f"{path}/{file.name}")
+
+    def take(self, name: str, source: Location) -> None:
+        """Copy a file of another folder into this one. Within one file system as a second name of the same bytes, so
+        that it costs no room: files of checkpoints are replaced, never changed."""
+        if self.local is not None and source.local is not None:
+            try:
+                os.link(source.local / name, self.local / name)
+            except FileNotFoundError:
+                raise
+            except OSError:  # another file system, or one without such links
+                shutil.copyfile(source.local / name, self.local / name)
+        elif source.local is not None:
+            self.put(source.local / name)
+        else:
+            with tempfile.TemporaryDirectory() as folder:
+                target = Path(folder) / name if self.local is None else self.local / name
+                with source.open(name) as stream, open(target, "wb") as file:
+                    shutil.copyfileobj(stream, file, 1 << 20)
+                if self.local is None:
+                    self.put(target)
 
     @contextlib.contextmanager
     def open(self, name: str) -> Iterator[BinaryIO]:

@@ -84,11 +84,16 @@ def write_move(paths: RunPaths, move: Move) -> None:
 def take_plan(paths: RunPaths, move: Move) -> None:
     """Make the plan of a move the run's; the one before is kept as `plans/generation-N.toml`. A smaller layout that was
     taken for want of engines is over: whoever moves the run says in which one it is to be."""
+    replace_plan(paths, move.plan, move.generation)
+
+
+def replace_plan(paths: RunPaths, toml: str, generation: int) -> None:
+    """Give a generation of a run its plan; the one before is kept as `plans/generation-N.toml`."""
     paths.full_plan.unlink(missing_ok=True)
-    old, new = paths.plan.read_bytes(), move.plan.encode()
+    old, new = paths.plan.read_bytes(), toml.encode()
     if old != new:
         paths.plans.mkdir(exist_ok=True)
-        write_atomic(paths.plans / f"generation-{move.generation - 1}.toml", old)
+        write_atomic(paths.plans / f"generation-{generation - 1}.toml", old)
         write_atomic(paths.plan, new)
 
 

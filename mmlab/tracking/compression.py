@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -83,6 +84,63 @@ class CompressionTable(Table):
         if self.norms is None:
             return ""
         return f"gradient norm of vision / language: {self.norms:.3g} (mean of the last {WINDOW} steps at most)"
+
+
+class CompressionTrail:
+    """What gradients were coded with, event by event, in bounded memory: for faces that follow a run.
+
+    `errors` {module: (step, error)} as measured and `changes` {module: (step, compressor)} where another one came into
+    force, oldest first.
+    """
+
+    def __init__(self, kept: int = 200) -> None:
+        self.errors: dict[str, deque[tuple[int, float]]] = {module: deque(maxlen=kept) for module in MODULES}
+        self.changes: dict[str, deque[tuple[int, str]]] = {module: deque(maxlen=kept) for module in MODULES}
+        self._recent: deque[Step] = deque(maxlen=WINDOW)
+        self._measured: dict[str, Step] = {}
+        self._settings: dict[str, tuple[str, dict[str, Any]]] = {}
+
+    def take(self, event: Step) -> None:
+        """Note an event of the run."""
+        kind = event.get("kind")
+        if kind == "step":
+            self._take_step(event)
+        elif kind == "relayout":  # what came before was reduced over other ranks
+            self._recent.clear()
+            self._measured.clear()
+        elif kind == "lineage" and event.get("parent"):
+            self._cut(int(event.get("parent_step", 0)))
+
+    def table(self) -> CompressionTable:
+        """The table of the last steps."""
+        steps = {step["step"]: step for step in (*self._measured.values(), *self._recent)}
+        return CompressionTable(steps[number] for number in sorted(steps))
+
+    def _take_step(self, event: Step) -> None:
+        self._recent.append(event)
+        for module in MODULES:
+            if not _reduced(event, module):
+                continue
+            setting = _setting(event, module)
+            if setting != self._settings.get(module):
+                if setting[0] != self._settings.get(module, ("none", {}))[0]:
+                    self.changes[module].append((event["step"], setting[0]))
+                self._settings[module] = setting
+                self._measured.pop(module, None)
+            error = event.get("compression", {}).get(module, {}).get("error")
+            if error is not None:
+                self._measured[module] = event
+                self.errors[module].append((event["step"], error))
+
+    def _cut(self, step: int) -> None:
+        """Forget what came after a step that the run went back to."""
+        self._recent = deque((event for event in self._recent if event["step"] <= step), maxlen=WINDOW)
+        self._measured = {m: event for m, event in self._measured.items() if event["step"] <= step}
+        for errors, changes in zip(self.errors.values(), self.changes.values(), strict=True):
+            while errors and errors[-1][0] > step:
+                errors.pop()
+            while changes and changes[-1][0] > step:
+                changes.pop()
 
 
 def _chosen(row: ModuleCompression) -> str:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from mmlab.errors import CheckpointError, MmlabError
 from mmlab.messages.beacon import LEFT_UNSAID, BeaconState, all_left, read_beacons
-from mmlab.messages.checkpoints import Found, called, chain, location_of, manifests, newest_first
+from mmlab.messages.checkpoints import Found, chain, location_of, newest_first
 from mmlab.messages.control import read_command
 from mmlab.messages.events import ENDED, Event, last_steps, planned_steps, read_events
 from mmlab.messages.failures import Failure, read_failures
@@ -23,6 +23,7 @@ from mmlab.messages.files import RunPaths, process_alive, read_json
 from mmlab.messages.locations import Location
 from mmlab.messages.moves import falls_back, moving_on
 from mmlab.messages.runs import runs_root
+from mmlab.tracking import checkpoints
 from mmlab.tracking.bottleneck import Bottleneck
 from mmlab.tracking.compression import CompressionTable
 from mmlab.tracking.ledger import Ledger
@@ -269,26 +270,17 @@ class RunRecord:
 
     def checkpoints(self) -> list[dict[str, Any]]:
         """Complete checkpoints by step, then time: {"name", "step", "lineage", "time", "loss", "world_size",
-        "periodic", "reason", "bytes", "shared_bytes", "path"}.
+        "layout", "samples", "periodic", "reason", "bytes", "shared_bytes", "frozen", "origin", "path"}.
 
-        `bytes` are its own, `shared_bytes` those of frozen modules that it refers to, stored once for all. `periodic`
-        ones may be removed, others are kept. CheckpointError when the location cannot be reached.
+        `bytes` are its own, `shared_bytes` those of the modules `frozen` that it refers to, stored once for all;
+        `layout` in words; `samples` consumed so far; `origin` the run and name that it was taken from ("" for the
+        run's own). `periodic` ones may be removed, others are kept. CheckpointError when the location cannot be
+        reached.
         """
         return [row for row, _ in self._checkpoints()]
 
     def _checkpoints(self) -> list[tuple[dict[str, Any], Found]]:
-        try:
-            known = manifests(self.checkpoint_location)
-        except OSError as error:
-            raise CheckpointError(f"the checkpoints of run {self.id} cannot be read: {error}") from None
-        found = []
-        for folder, manifest in known:
-            row = {key: manifest.get(key) for key in ("step", "lineage", "time", "loss", "world_size", "reason")}
-            row["bytes"] = sum(file["size"] for file in manifest.get("files", {}).values())
-            row["shared_bytes"] = sum(part["bytes"] for part in manifest.get("frozen", {}).values())
-            row["periodic"] = bool(manifest.get("periodic"))
-            found.append(({"name": called(folder, manifest), **row, "path": str(folder)}, (folder, manifest)))
-        return sorted(found, key=lambda pair: (pair[0]["step"], pair[0]["time"]))
+        return checkpoints.rows(self.id, self.checkpoint_location)
 
     def find_checkpoint(self, step: int | None = None, name: str = "") -> dict[str, Any]:
         """The checkpoint of that step or name (default: the newest, one of the current lineage if it has any).
@@ -296,6 +288,10 @@ class RunRecord:
 
         Several of one step: that of the current lineage or its nearest ancestor, else the newest.
         """
+        return self.found_checkpoint(step, name)[0]
+
+    def found_checkpoint(self, step: int | None = None, name: str = "") -> tuple[dict[str, Any], Found]:
+        """The same, with its folder and manifest."""
         known = self._checkpoints()
         wanted = [(c, f) for c, f in known if (step is None or c["step"] == step) and (not name or c["name"] == name)]
         if not wanted:
@@ -304,9 +300,9 @@ class RunRecord:
             raise CheckpointError(f"run {self.id} has no checkpoint {what}; it has: {names}")
         if step is None:
             first = newest_first([f for _, f in wanted], self.events())[0]
-            return next(c for c, f in wanted if f is first)
+            return next((c, f) for c, f in wanted if f is first)
         ages = {lineage["id"]: age for age, lineage in enumerate(self.lineages())}
-        return min((c for c, _ in wanted), key=lambda c: (ages.get(c["lineage"], len(ages)), -c["time"]))
+        return min(wanted, key=lambda pair: (ages.get(pair[0]["lineage"], len(ages)), -pair[0]["time"]))
 
     def traced_steps(self) -> list[int]:
         """Steps that all ranks traced, in the order of their traces."""

@@ -99,12 +99,22 @@ class Steered:
         the new plan has problems.
         """
         values, new = self._relaid(plan, *changes)
-        command = new_command("relayout", {"changes": values})
         self._check_goes_on("relayout")
+        return self._send_in_layout(new_command("relayout", {"changes": values}), new)
+
+    def _send_in_layout(self, command: Command, new: Plan) -> Sent:
+        """Give a command that leads to another layout; engines that this lacks are started first."""
         more = new.world_size > self._record.info.get("world_size", 0)
         if more and self._bring(new.world_size, command):
-            return Sent("relayout", command.id, self._record.paths.control)
+            return Sent(command.verb, command.id, self._record.paths.control)
         return self._send_command(command)
+
+    def relaid(
+        self, plan: Plan | str | Path | Mapping[str, Any], *changes: str | Mapping[str, Any]
+    ) -> tuple[Plan, Plan]:
+        """What `relayout` of the same would do, without doing it: the plan as it is now, and the one that it would
+        become. PlanError as from `relayout`."""
+        return self._record.live_plan(), self._relaid(plan, *changes)[1]
 
     def chaos(self, *, seconds: float | None = None, phase: str = "", **action: Any) -> Sent:
         """Do harm on purpose, to see what becomes of it; one action at a time.

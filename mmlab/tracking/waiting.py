@@ -9,6 +9,9 @@ from typing import Any
 
 from mmlab.errors import MmlabError, RunFailed
 from mmlab.messages import EventLog, claim_report, write_json
+from mmlab.messages.moves import replace_plan
+from mmlab.plan import Plan
+from mmlab.plan.relayout import differences
 from mmlab.tracking.progress import Bar, progress_bar
 from mmlab.tracking.record import ENDED, RunRecord
 from mmlab.tracking.sent import WaitInterrupted, WaitTimeout
@@ -92,6 +95,32 @@ def queue_again(record: RunRecord) -> None:
     log = EventLog(record.paths.events, status["lineage"])
     log.emit("state", state="queued", step=status["step"], reason="")
     log.close()
+
+
+def begin_layout(record: RunRecord, found: dict[str, Any], new: Plan) -> None:
+    """Give the next generation of a run that has ended another plan, and say so; it goes on from a checkpoint (a row).
+
+    MmlabError when the run's folder cannot be written.
+    """
+    old = record.live_plan()
+    before, after = differences(new, old), differences(old, new)
+    try:
+        settle(record)
+        info = record.info
+        generation = int(info["generation"]) + 1
+        ranks = {"before": info["world_size"], "after": new.world_size}
+        replace_plan(record.paths, new.dumps(), generation)
+        write_json(record.paths.run, info | {"world_size": new.world_size})
+        log = EventLog(record.paths.events, str(found["lineage"]))
+        changes = {key: [before[key], value] for key, value in after.items()}
+        log.emit("relayout", step=found["step"], name=found["name"], changes=changes,
+                 generation=generation, through="disk", bytes=found["bytes"] + found["shared_bytes"], seconds=0.0,
+                 steps=new.train.steps, **ranks)  # fmt: skip
+        log.close()
+    except OSError as error:
+        raise MmlabError(
+            f"run {record.id} cannot start: {record.paths.root} cannot be written ({error.strerror})"
+        ) from None
 
 
 def next_generation(record: RunRecord, lab: dict[str, Any]) -> int:

@@ -35,11 +35,7 @@ class Relayout:
         PlanError when the plan cannot become that, CheckpointError when the state cannot be written: the run goes on.
         """
         here, began = self.session, time.time()
-        changes = args.get("changes")
-        if not isinstance(changes, dict) or not changes:
-            raise PlanError('relayout takes changes by dotted key, such as {"parallel.tp": 2}')
-        new = relaid(here.plan, changes)
-        self._check_world(new)
+        new = self.check(args.get("changes"))
         name = f"relayout-step-{here.steering.step:06d}-{here.lineage}"
         memory = self._memory()
         folder, manifest = self._save(memory, name, new)
@@ -60,6 +56,14 @@ class Relayout:
             raise CheckpointError(problem)
         here.moving = True
         return move.reason
+
+    def check(self, changes: Any) -> Plan:
+        """The plan that changes by dotted key lead to; PlanError when the run cannot go on by it. All ranks do."""
+        if not isinstance(changes, dict) or not changes:
+            raise PlanError('another layout takes changes by dotted key, such as {"parallel.tp": 2}')
+        new = relaid(self.session.plan, changes)
+        self._check_world(new)
+        return new
 
     def _check_world(self, new: Plan) -> None:
         """torchrun starts a fixed number of ranks."""

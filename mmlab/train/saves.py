@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from mmlab.data.order import Position
 from mmlab.errors import CheckpointError, DamagedError, PlanError
 from mmlab.messages import Event, read_events
-from mmlab.messages.checkpoints import called, location_of
+from mmlab.messages.checkpoints import called, check_name, location_of, manifests
 from mmlab.messages.locations import Location
 from mmlab.plan import Plan, live_keys
 from mmlab.plan.compression import checked
@@ -20,9 +20,6 @@ from mmlab.train import checkpoint, rng
 
 if TYPE_CHECKING:
     from mmlab.train.session import Session
-
-LONGEST_NAME = 200
-"""Bytes of a checkpoint's name: file systems admit 255, and one that takes the place of another has a longer one."""
 
 
 class Saves:
@@ -72,10 +69,10 @@ class Saves:
         for good. Returns a sentence.
         """
         here = self.session
-        _check_name(name)
+        check_name(name)
         self.finish()
         step = here.steering.step
-        if periodic and self._saved is not None and self._saved[:2] == (here.lineage, step):
+        if periodic and self._saved is not None and self._saved[:2] == (here.lineage, step) and self._there():
             return "saved before"
         named = name or f"step-{step:06d}-{here.lineage}"
         self._saved = self._saved if name else (here.lineage, step, named)
@@ -84,6 +81,16 @@ class Saves:
             if wait:
                 self.finish(raises=True)
         return f"saved {named}"
+
+    def _there(self) -> bool:
+        """Whether the last one that was not given a name still is: it may have been deleted or given one meanwhile."""
+        here, found = self.session, False
+        if here.mesh.place.rank == 0 and self._saved is not None:
+            try:
+                found = any(called(*pair) == self._saved[2] for pair in manifests(self.checkpoints))
+            except OSError:
+                found = False
+        return bool(here.channel.share(found))
 
     def now(self, reason: str) -> str:
         """Save at once, whatever the plan says of when, and wait until it is complete; all ranks together. Returns the
@@ -306,14 +313,6 @@ class Saves:
                     message = f"{group} of checkpoint {name} is not taken over: {error}"
                     here.emit("warning", step=here.steering.step, message=message)
         return {key: get(here.plan, key) for key in values}
-
-
-def _check_name(name: str) -> None:
-    """CheckpointError for a name that cannot be a folder's."""
-    if name and (name != name.strip(". ") or not name.isprintable() or any(c in name for c in "/\\")):
-        raise CheckpointError(f"{name!r} is not a name for a checkpoint: letters, digits, - _ . only")
-    if len(name.encode()) > LONGEST_NAME:
-        raise CheckpointError(f"a checkpoint's name has at most {LONGEST_NAME} bytes, not {len(name.encode())}")
 
 
 def steered(manifest: Mapping[str, Any], events: Sequence[Event]) -> tuple[bool, int | None]:

@@ -13,7 +13,7 @@ from mmlab.data.balance import balance
 from mmlab.data.manifest import StepManifest
 from mmlab.data.order import Position
 from mmlab.data.pipeline import DataSource
-from mmlab.errors import MmlabError, PlanError, RunFailed
+from mmlab.errors import CheckpointError, MmlabError, PlanError, RunFailed
 from mmlab.messages import PHASES, Ack, Command, EventLog, RunPaths, planned_steps, read_events
 from mmlab.parallel.mesh import Mesh
 from mmlab.parallel.watch import Watch
@@ -306,7 +306,18 @@ class Session:
         step = args.get("step")
         if step is not None and (not isinstance(step, int) or isinstance(step, bool)):
             raise PlanError(f"restore takes a step number, not {step!r}")
-        return self.saves.load(step, args.get("name") or "")
+        changes = args.get("changes")
+        if changes:
+            self.relayout.check(changes)  # before anything is loaded
+        said = self.saves.load(step, args.get("name") or "")
+        if not changes:
+            return said
+        try:
+            return f"{said}; {self.relayout.begin({'changes': changes})}"
+        except RunFailed:
+            raise
+        except MmlabError as error:
+            raise CheckpointError(f"{said}, but not in another layout: {error}") from None
 
     def evaluate_if_due(self) -> None:
         """The periodic evaluation on held-out samples."""

@@ -5,21 +5,37 @@ Memory is bounded whatever the length of the run. A feed belongs to one thread.
 
 from __future__ import annotations
 
+import math
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 from mmlab.messages import ENDED, PHASES, Event, RunPaths, read_events
-from mmlab.plan import Plan
+from mmlab.messages.checkpoints import chain
+from mmlab.messages.events import last_steps
+from mmlab.plan import Plan, set_live
 from mmlab.tracking.bottleneck import SKIPPED
+from mmlab.tracking.compression import CompressionTrail
 from mmlab.tracking.record import RunRecord
 from mmlab.ui.series import Series
+from mmlab.ui.words import clock, event_text
 
-READ_LIMIT = 4 * 1024 * 1024
+READ_LIMIT = 1024 * 1024
 """Bytes of the event log read at once."""
-CURVES = ("loss", "tokens_per_s", "images_per_s", "grad_norm_total", "data_wait", "held_out", "swapped")
-"""Curves that a feed keeps: fields of `step` events, then the two losses of `eval` events."""
+PIECE = 256 * 1024
+"""Bytes of the log of which it is known, at least, which steps lie in them."""
+STEP_CURVES = ("loss", "tokens_per_s", "images_per_s", "grad_norm_total", "data_wait")
+"""Fields of `step` events that are curves."""
+CURVES = (*STEP_CURVES, "held_out", "swapped")
+"""Curves that a feed always keeps: those fields, then the two losses of `eval` events. Others come with the events:
+`grad_norm.MODULE`, `lr.MODULE`, and `phase.PHASE` (milliseconds a step, mean of the ranks)."""
+STEP_PHASES = [(index, f"phase.{name}") for index, name in enumerate(PHASES)
+               if name not in ("start", "eval", "checkpoint", "control")]  # fmt: skip
+"""Phases that a step is made of: index and curve."""
+MARKED = ("command", "checkpoint", "restore", "relayout", "notice", "recovery")
+"""Kinds of events that charts mark, beside failures."""
+MOST_MARKS = 400
 BETWEEN = {"eval": "evaluating", "checkpoint": "saving"}
 """What ranks do between steps, by phase of the beacon."""
 WINDOW = 20
@@ -29,12 +45,63 @@ SHOWN = ("state", "lineage", "command", "checkpoint", "restore", "relayout", "no
 """Kinds of events listed for people (steps are curves)."""
 
 
+def curve_points(event: Event) -> Iterator[tuple[str, float]]:
+    """What an event adds to curves: (curve, value)."""
+    if event.get("kind") == "eval":
+        for field, name in (("loss", "held_out"), ("loss_swapped", "swapped")):
+            if event.get(field) is not None:
+                yield name, float(event[field])
+    elif event.get("kind") == "step":
+        yield from ((name, float(event[name])) for name in STEP_CURVES if event.get(name) is not None)
+        for name in ("grad_norm", "lr"):
+            modules = (event.get(name) or {}).items()
+            yield from ((f"{name}.{module}", float(value)) for module, value in modules if value is not None)
+        if phases := event.get("phases"):
+            sums = [sum(column) for column in zip(*phases, strict=True)]
+            yield from ((name, 1000 * sums[index] / len(phases)) for index, name in STEP_PHASES if sums[index] > 0)
+
+
+def marked(event: Event) -> str:
+    """What a chart marks an event as; empty where it does not."""
+    kind = event.get("kind", "")
+    if kind == "state" and event.get("state") == "failed":
+        return "failure"
+    if kind == "recovery":
+        return "recovery" if event.get("done") else "failure"
+    if kind == "command" and not event.get("ok"):
+        return ""
+    return kind if kind in MARKED else ""
+
+
+class StepIndex:
+    """Where in a log which steps lie, so that some of them are read without the rest."""
+
+    def __init__(self) -> None:
+        self._pieces: list[tuple[int, int, float, float]] = []
+
+    def note(self, start: int, end: int, events: Iterable[Event]) -> None:
+        """The events of a piece of the log. Small pieces grow together."""
+        steps = [event["step"] for event in events if event.get("kind") in ("step", "eval") and "step" in event]
+        low, high = min(steps, default=math.inf), max(steps, default=-math.inf)
+        if self._pieces and self._pieces[-1][1] - self._pieces[-1][0] < PIECE:
+            first, _, before, after = self._pieces[-1]
+            self._pieces[-1] = (first, end, min(low, before), max(high, after))
+        else:
+            self._pieces.append((start, end, low, high))
+
+    def pieces(self, low: float, high: float) -> list[tuple[int, int]]:
+        """(start, end) of those that hold steps from low to high."""
+        return [(start, end) for start, end, first, last in list(self._pieces) if first <= high and last >= low]
+
+
 class Feed:
     """The present picture of one run.
 
     `state`, `reason`, `step`, `steps` (planned), `curves` {name: Series}, `recent` (last events, oldest first), `ranks`
-    as in `run.status()`, `rates` {module: base learning rate}, `last` (the last `step` event), `evals`, `samples`,
-    `states` and `commands` (their events).
+    as in `run.status()`, `rates` {module: base learning rate}, `last` (the last `step` event), `evals`, `samples`
+    (the newest), `sampled` (all that are kept), `states` and `commands` (their events), `compression` (what gradients
+    were coded with), `values` (live fields of the plan that commands have set), `marks` (what happened at which step:
+    [step, "command" | "checkpoint" | "restore" | "relayout" | "notice" | "failure" | "recovery", words]).
     """
 
     def __init__(self, run_dir: Path | str, capacity: int = 4000) -> None:
@@ -45,6 +112,7 @@ class Feed:
         self.step = 0
         self.steps = self.plan.train.steps
         self.rates = {name: getattr(self.plan.train, name).lr for name in ("vision", "projector", "language")}
+        self._capacity = capacity
         self.curves = {name: Series(capacity) for name in CURVES}
         self.recent: deque[Event] = deque(maxlen=60)
         self.ranks: list[dict[str, Any]] = []
@@ -52,13 +120,19 @@ class Feed:
         self.first_loss: float | None = None
         self.evals: deque[Event] = deque(maxlen=200)
         self.samples: Event = {}
+        self.sampled: deque[Event] = deque(maxlen=200)
+        self.compression = CompressionTrail()
+        self.values: dict[str, Any] = {}
         self.states: list[Event] = []
         self.commands: deque[Event] = deque(maxlen=500)
+        self.marks: deque[list[Any]] = deque(maxlen=MOST_MARKS)
         self.last_steps: deque[Event] = deque(maxlen=WINDOW + SKIPPED)
         """The last `step` events of the current lineage and layout."""
         self.moved = 0
         """The step after which the ranks got their present layout."""
         self.cuts = 0
+        self._lineages: list[Event] = []
+        self._index = StepIndex()
         self._phases: deque[list[list[float]]] = deque(maxlen=WINDOW)
         self._offset = 0
 
@@ -67,6 +141,10 @@ class Feed:
         """The run's plan; what is measured at its start is in it from then on."""
         return self.record.plan
 
+    def live_plan(self) -> Plan:
+        """The plan with what commands and restores have made of its live fields."""
+        return set_live(self.plan, self.values) if self.values else self.plan
+
     def read(self, on_event: Callable[[Event], None] | None = None) -> int:
         """Take in what is new in the event log; the number of events. `on_event` sees each."""
         count = 0
@@ -74,6 +152,7 @@ class Feed:
             events, after = read_events(self.paths.events, self._offset, READ_LIMIT)
             if after == self._offset:
                 return count
+            self._index.note(self._offset, after, events)
             self._offset = after
             for event in events:
                 self._take(event)
@@ -85,6 +164,23 @@ class Feed:
         """Ask the record for the state that beacons and processes tell (a dead rank writes no event)."""
         present = self.record.present(self.state, self.reason)
         self.state, self.reason, self.ranks = present["state"], present["reason"], present["ranks"]
+
+    def closer(self, names: Iterable[str], low: float, high: float) -> dict[str, Series]:
+        """Curves between two steps, from the log, where `curves` has merged points. Takes up to a second for each
+        100,000 steps; any thread."""
+        wanted = set(names)
+        if all(self.curves[name].whole for name in wanted if name in self.curves):
+            return {name: self.curves[name].between(low, high) for name in wanted if name in self.curves}
+        found = {name: Series(self._capacity) for name in wanted}
+        last = last_steps(chain(list(self._lineages)))
+        for start, end in self._index.pieces(low, high):
+            for event in read_events(self.paths.events, start, end - start)[0]:
+                step = event.get("step", -1)
+                if low <= step <= high and step <= last.get(event["lineage"], -1):
+                    for name, value in curve_points(event):
+                        if name in wanted:
+                            found[name].add(step, value)
+        return found
 
     @property
     def doing(self) -> str:
@@ -114,6 +210,7 @@ class Feed:
 
     def _take(self, event: Event) -> None:
         kind = event.get("kind", "")
+        self.compression.take(event)
         if kind == "step":
             self._take_step(event)
         elif kind == "state":
@@ -125,6 +222,7 @@ class Feed:
             self._take_eval(event)
         elif kind == "samples":
             self.samples = event
+            self.sampled.append(event)
         elif kind == "command":
             self.commands.append(event)
             if event.get("ok") and event.get("verb") == "set":
@@ -133,19 +231,20 @@ class Feed:
             self.moved = int(event["step"])
             self.last_steps.clear()
             self.steps = int(event.get("steps", self.steps))
+            self.values = {}  # they are in the plan that it has written
             self.rates = {name: getattr(self.plan.train, name).lr for name in self.rates}
         elif kind == "restore":
             self._take_values(event.get("values", {}))
         if kind in SHOWN:
             self.recent.append(event)
+        if mark := marked(event):
+            self.marks.append([event.get("step", self.step), mark, f"{clock(event)}  {event_text(event)}"])
 
     def _take_step(self, event: Event) -> None:
         self.last = event
         self.last_steps.append(event)
         self.step = int(event.get("step", self.step))
-        for name in ("loss", "tokens_per_s", "images_per_s", "grad_norm_total", "data_wait"):
-            if (value := event.get(name)) is not None:
-                self.curves[name].add(self.step, float(value))
+        self._take_points(event)
         if self.first_loss is None:
             self.first_loss = event.get("loss")
         if phases := event.get("phases"):
@@ -153,12 +252,18 @@ class Feed:
 
     def _take_eval(self, event: Event) -> None:
         self.evals.append(event)
-        if event.get("loss") is not None:
-            self.curves["held_out"].add(event.get("step", self.step), float(event["loss"]))
-        if event.get("loss_swapped") is not None:
-            self.curves["swapped"].add(event.get("step", self.step), float(event["loss_swapped"]))
+        self._take_points(event)
+
+    def _take_points(self, event: Event) -> None:
+        step = event.get("step", self.step)
+        for name, value in curve_points(event):
+            series = self.curves.get(name)
+            if series is None:
+                series = self.curves[name] = Series(self._capacity)
+            series.add(step, value)
 
     def _take_lineage(self, event: Event) -> None:
+        self._lineages.append(event)
         if not event.get("parent"):
             return
         step = int(event.get("parent_step", 0))
@@ -170,6 +275,7 @@ class Feed:
         self._phases.clear()
 
     def _take_values(self, values: dict[str, Any]) -> None:
+        self.values |= values
         for key, value in values.items():
             parts = key.split(".")
             if key == "train.steps":

@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Iterable, Sequence
 from functools import partial
+from html import escape
 from typing import Any
 from uuid import uuid4
 
@@ -24,6 +25,10 @@ PERIOD = 0.2
 """Seconds between messages to the view: five a second, of the ten that the server bears."""
 UNSEEN_PERIOD = 2.0
 """Seconds between messages when no page has been heard of: a server keeps messages for closed browsers."""
+STILL_EVERY = 60.0
+"""Seconds after which the picture for a page without a kernel is renewed."""
+MOST_STILL = 24_000
+"""Characters of that picture; larger ones are told in text, since each part saves its own."""
 SEEN_FOR = 30.0
 """Seconds for which a page counts as there (pages tell every ten, unless a cell keeps the kernel busy)."""
 
@@ -57,6 +62,7 @@ class Part:
         self._pages: dict[str, tuple[float, set[str]]] = {}
         self._displays: list[str] = []
         self._shown_state = ""
+        self._kept_still = time.monotonic()
         self._end = threading.Event()
         self._lock = threading.RLock()
         self._thread: threading.Thread | None = None
@@ -128,6 +134,15 @@ class Part:
         with self.source.lock:
             html = "\n".join(panel.html() for panel in self.panels.values())
         return {"text/html": html, "text/plain": repr(self)}, {}
+
+    def keep_still(self) -> None:
+        """Give the view the picture that its page shows when no kernel answers: after a restart, or when saved."""
+        view = self.view  # made, it has looked
+        with self.source.lock:
+            html = "\n".join(panel.html() for name, panel in self.panels.items() if name in self._shown)
+            text = "\n\n".join(panel.text() for name, panel in self.panels.items() if name in self._shown)
+        self._kept_still = time.monotonic()
+        view.still = html if len(html) <= MOST_STILL else f"<pre>{escape(text)}</pre>"
 
     def _heard(self, _: Any, message: dict[str, Any], __: Any) -> None:
         """A message of a page, on whichever thread the kernel chooses."""
@@ -221,12 +236,15 @@ class Part:
         """Replace what the cells hold when the source pauses or ends, so that a saved notebook shows that."""
         state = self.source.state
         if state == self._shown_state:
+            if time.monotonic() - self._kept_still > STILL_EVERY and not self.source.ended:
+                self.keep_still()
             return
         self._shown_state = state
         if self.source.ended and not self.lasting:
             self._finish()
         elif state == "paused" or self.source.ended:
             self._replace()
+            self.keep_still()
 
     def _finish(self) -> None:
         self._end.set()

@@ -65,6 +65,14 @@ class Series:
             y.append(point[1])
         return x, y
 
+    def between(self, low: float, high: float) -> Series:
+        """The points from low to high."""
+        found = Series(self.capacity)
+        for x, y in zip(*self.points(), strict=True):
+            if low <= x <= high:
+                found.add(x, y)
+        return found
+
     def cut(self, x: float) -> None:
         """Forget what lies beyond x (a restore goes back to that step)."""
         kept = [point for point in zip(*self.points(), strict=True) if point[0] <= x]

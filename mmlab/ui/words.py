@@ -78,9 +78,9 @@ def event_text(event: Event) -> str:
 def command_text(verb: str, args: dict[str, Any]) -> str:
     """A command as a person would give it."""
     if verb == "set":
-        return "set " + ", ".join(f"{key} = {_value(value)}" for key, value in args.get("values", {}).items())
+        return f"set {_values(args.get('values'))}"
     if verb == "relayout":
-        return "relayout " + ", ".join(f"{key} = {_value(value)}" for key, value in args.get("changes", {}).items())
+        return f"relayout {_values(args.get('changes'))}"
     if verb == "step":
         return f"step {args.get('n', 1)}"
     if verb == "chaos":
@@ -89,8 +89,17 @@ def command_text(verb: str, args: dict[str, Any]) -> str:
         return f"checkpoint {args['name']}"
     if verb == "restore":
         name, step = args.get("name"), args.get("step")
-        return f"restore {name}" if name else "restore" if step is None else f"restore step {step}"
+        which = f"restore {name}" if name else "restore" if step is None else f"restore step {step}"
+        changes = ", ".join(f"{key} = {_value(value)}" for key, value in (args.get("changes") or {}).items())
+        return f"{which} with {changes}" if changes else which
     return verb
+
+
+def _values(values: Any) -> str:
+    """Fields with what they become; what is no dict (a command that somebody wrote by hand) as it is."""
+    if not isinstance(values, dict):
+        return str(values)
+    return ", ".join(f"{key} = {_value(value)}" for key, value in values.items())
 
 
 def _value(value: Any) -> str:

@@ -39,9 +39,14 @@ MOUNT = """async ([esm, state, shared]) => {
   const url = URL.createObjectURL(new Blob([esm], { type: "text/javascript" }));
   const widget = (await import(url)).default();
   window.dispose = [await widget.initialize({ model })];
+  window.render = async () => { // one more view
+    const el = document.createElement("div");
+    document.getElementById("cell").append(el);
+    window.dispose.push(await widget.render({ model, el }));
+  };
   window.remount = async () => {
     document.getElementById("cell").replaceChildren();
-    window.dispose.push(await widget.render({ model, el: document.getElementById("cell") }));
+    await window.render();
   };
   await window.remount();
 }"""

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import os
@@ -20,6 +21,7 @@ from unittest.mock import patch
 from PIL import Image, ImageDraw
 
 from mmlab.messages import PHASES, Ack, Beacon, EventLog, Inbox, new_command, send
+from mmlab.messages.checkpoints import seal
 from mmlab.messages.failures import Failure, write_failure
 from mmlab.messages.files import process_started
 from mmlab.messages.runs import create_run
@@ -27,6 +29,7 @@ from mmlab.plan import Plan
 from mmlab.plan.simulate import estimated_costs
 from mmlab.tracking.doctor import Diagnosis, diagnose
 from mmlab.tracking.record import RunRecord
+from mmlab.tracking.sent import Sent
 
 SHARES = {
     "vision": {"data": 12, "encode": 30, "backward": 22, "exchange": 25, "reduce": 6, "optimizer": 4},
@@ -50,6 +53,8 @@ class SyntheticRun:
         self.random = random.Random(7)
         self.step = 0
         self.beacons: list[Beacon] = []
+        self.coded: dict[str, Any] = CODED
+        self.error: float | None = None
 
     @property
     def dir(self) -> Path:
@@ -111,7 +116,7 @@ class SyntheticRun:
             grad_norm=norms, grad_norm_total=math.hypot(*norms.values()),
             phases=[self._phases(place, seconds) for place in self.places],
             traffic=self._traffic(), communication={"vision": {"seconds": 0.01, "exposed": 0.004}},
-            compression={"vision": CODED},
+            compression={"vision": self._coded()},
         )  # fmt: skip
         for beacon in self.beacons:
             beacon.step = self.step
@@ -119,15 +124,18 @@ class SyntheticRun:
 
     def _traffic(self) -> dict[str, list[int]]:
         """Bytes of each group of the axes that the plan uses."""
-        layout, sizes = (
-            self.plan.layout(),
-            {"tp": 1_400_000, "pp": 260_000, "tokens": 64_000, "vision": 25_000, "language": 890_000},
-        )
+        layout = self.plan.layout()
+        sizes = {"tp": 1_400_000, "pp": 260_000, "tokens": 64_000, "vision": 25_000, "language": 890_000}
         return {
             axis: [size * len(group) for group in layout.groups(axis)]
             for axis, size in sizes.items()
             if layout.groups(axis)
         }
+
+    def _coded(self) -> dict[str, Any]:
+        """How the step's gradients were compressed; with `error`, that is measured in this one step."""
+        error, self.error = self.error, None
+        return self.coded if error is None else {**self.coded, "error": error}
 
     def _phases(self, place: Any, seconds: float) -> list[float]:
         shares = SHARES[place.role]
@@ -161,6 +169,37 @@ class SyntheticRun:
             text = NAMES[index] if index % 3 else NAMES[(index + 1) % 8]
             items.append({"image": f"{index}.png", "prompt": "What is this?", "truth": NAMES[index], "text": text})
         self.events.emit("samples", step=self.step, folder=str(folder), items=items)
+
+    def checkpoint(self, name: str = "", periodic: bool = True, reason: str = "every 10 steps", **about: Any) -> str:
+        """Save as a run would, but for what is in the files; `about` goes into the manifest. Its name."""
+        name = name or f"step-{self.step:06d}-{self.events.lineage}"
+        folder = self.paths.checkpoints / name
+        folder.mkdir()
+        files = {}
+        for rank in range(len(self.places)):
+            data = f"{name} {rank}".encode() * 1000
+            (folder / f"__{rank}_0.distcp").write_bytes(data)
+            files[f"__{rank}_0.distcp"] = {"size": len(data), "sha256": hashlib.sha256(data).hexdigest()}
+        taken = self.step * self.plan.data.global_batch
+        cursors = {"sources": [{"epoch": 0, "positions": [taken // 4] * 4, "lane": 0}], "taken": [taken], "offset": 0,
+                   "window": 0, "grouped": 0, "settings": {}}  # fmt: skip
+        manifest = {
+            "format": 2, "name": name, "step": self.step, "time": time.time(), "seconds": 0.4, "files": files,
+            "lineage": self.events.lineage, "cursors": cursors, "periodic": periodic, "plan": self.plan.dumps(),
+            "loss": 0.9 + 6 * math.exp(-self.step / 40), "reason": reason, "frozen": {}, **about,
+            "bytes": sum(entry["size"] for entry in files.values()), "world_size": len(self.places),
+        }  # fmt: skip
+        (folder / "manifest.json").write_text(json.dumps({**manifest, "seal": seal(manifest)}))
+        self.events.emit("checkpoint", step=self.step, name=name, path=str(folder), seconds=0.4, stall=0.01,
+                         bytes=manifest["bytes"], shared_bytes=0, periodic=periodic, reason=reason)  # fmt: skip
+        return name
+
+    def restore(self, name: str, lineage: str) -> None:
+        """Go back to a checkpoint, on a new lineage."""
+        manifest = json.loads((self.paths.checkpoints / name / "manifest.json").read_text())
+        self.step, self.events.lineage = manifest["step"], lineage
+        self.events.emit("lineage", step=self.step, id=lineage, parent=manifest["lineage"], parent_step=self.step)
+        self.events.emit("restore", step=self.step, name=name, from_step=self.step, values={})
 
     def state(self, state: str, reason: str = "") -> None:
         self.events.emit("state", state=state, step=self.step, reason=reason)
@@ -215,32 +254,34 @@ class InboxRun:
     def __init__(self, run_dir: Path) -> None:
         self.dir = run_dir
 
-    def _send(self, verb: str, **args: Any) -> None:
-        send(self.dir / "control", new_command(verb, args, source="test"))
+    def _send(self, verb: str, **args: Any) -> Sent:
+        command = new_command(verb, args, source="test")
+        send(self.dir / "control", command)
+        return Sent(verb, command.id, self.dir / "control")
 
     def doctor(self) -> Diagnosis:
         return diagnose(RunRecord(self.dir), seconds=0.2)
 
-    def pause(self) -> None:
-        self._send("pause")
+    def pause(self) -> Sent:
+        return self._send("pause")
 
-    def resume(self) -> None:
-        self._send("resume")
+    def resume(self) -> Sent:
+        return self._send("resume")
 
-    def abort(self) -> None:
-        self._send("abort", generation=0)
+    def abort(self) -> Sent:
+        return self._send("abort", generation=0)
 
-    def stop(self) -> None:
-        self._send("stop")
+    def stop(self) -> Sent:
+        return self._send("stop")
 
-    def checkpoint(self) -> None:
-        self._send("checkpoint")
+    def checkpoint(self, name: str = "") -> Sent:
+        return self._send("checkpoint", **({"name": name} if name else {}))
 
-    def step(self, n: int = 1) -> None:
-        self._send("step", n=n)
+    def step(self, n: int = 1) -> Sent:
+        return self._send("step", n=n)
 
-    def set(self, key: str, value: Any) -> None:
-        self._send("set", values={key: value})
+    def set(self, key: str, value: Any) -> Sent:
+        return self._send("set", values={key: value})
 
 
 if __name__ == "__main__":

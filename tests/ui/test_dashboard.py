@@ -107,7 +107,9 @@ def test_a_view_gets_history_then_increments(shown: Dashboard, screen: Screen, s
     assert screen.curves["loss"] == screen.curves["images_per_s"] == 8
     frame = screen.frame()
     assert screen.frame("phases")["roles"][0] == "vision 0"
-    assert len(screen.frame("phases")["rows"]) == 6
+    assert [len(screen.frame("phases")[f"row {rank}"]) for rank in range(6)] == [
+        len(screen.frame("phases")["names"])
+    ] * 6
     assert frame["compression"] == "compressed gradients: vision powersgd, 18 times fewer bytes"
     assert frame["data"] == "4 ms, 2 ahead"
     assert screen.frame("controls")["rates"]["language"]["now"] == pytest.approx(1e-3 * (1 - 8 / 1000))

@@ -10,7 +10,7 @@ from typing import Any
 
 from mmlab.errors import CheckpointError, DamagedError
 from mmlab.messages import Event
-from mmlab.messages.checkpoints import FROZEN, MANIFEST, Found, called, manifests, newest_first, seal
+from mmlab.messages.checkpoints import FROZEN, MANIFEST, Found, called, flaw, manifests, newest_first
 from mmlab.messages.checkpoints import read_manifest as read
 from mmlab.messages.locations import Location
 from mmlab.train.checkpoint.writing import FORMAT
@@ -69,21 +69,11 @@ def read_manifest(folder: Location | Path) -> dict[str, Any]:
     """
     folder = _location(folder)
     manifest = read(folder)
-    if not isinstance(manifest, dict) or "files" not in manifest:
-        raise DamagedError(f"{folder} holds no complete checkpoint (no {MANIFEST} that can be read).")
-    if manifest.get("format", 1) > FORMAT:
+    if isinstance(manifest, dict) and manifest.get("format", 1) > FORMAT:
         raise CheckpointError(f"checkpoint {folder.name} was written by a newer mmlab; load it with that one.")
-    if "seal" in manifest and seal(manifest) != manifest["seal"]:
-        raise DamagedError(f"checkpoint {folder.name} is damaged: {MANIFEST} is not what was written.")
-    try:
-        sizes = folder.sizes()
-    except OSError as error:
-        raise DamagedError(f"checkpoint {folder.name} cannot be read: {error}") from None
-    for name, wanted in manifest["files"].items():
-        size = sizes.get(name, -1)
-        if size != wanted["size"]:
-            found = "is missing" if size < 0 else f"has {size} bytes, not {wanted['size']}"
-            raise DamagedError(f"checkpoint {folder.name} is damaged: {name} {found}. Restore another one.")
+    if wrong := flaw(folder, manifest):
+        raise DamagedError(wrong)
+    assert isinstance(manifest, dict)
     return manifest
 
 
@@ -152,7 +142,11 @@ class Retention:
             newest = next((pair for pair in reversed(found) if self.good(pair)), None)
             old = [pair for pair in old if newest is not None and pair is not newest]
         kept = [pair for pair in found if pair not in old]
-        for folder, _ in old:
+        for folder, manifest in list(old):
+            if read(folder) != manifest:  # somebody has given it a name since it was looked at, or removed it
+                old.remove((folder, manifest))
+                kept.append((folder, manifest))
+                continue
             with contextlib.suppress(OSError):  # what cannot be removed is no reason to end a run
                 folder.remove(first=MANIFEST)
         used = {part["folder"] for _, m in kept for part in m.get("frozen", {}).values()}

@@ -2,32 +2,42 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
-from mmlab.messages import Event, read_json
+from mmlab.messages import Event
+from mmlab.ui.commands import in_words, newest, waiting
 from mmlab.ui.panel import RunPanel
 from mmlab.ui.words import command_text, event_text
 
-BUTTONS = ("pause", "resume", "stop", "abort", "checkpoint")
+BUTTONS = ("pause", "resume", "stop", "abort")
+MOST = 8
+"""Waiting commands that are listed."""
+_CHANGE = re.compile(r"""[\w.]+\s*=\s*(?:\[[^\]]*\]|"[^"]*"|'[^']*'|[^\s,;]+)""")
 
 
 class Controls(RunPanel):
-    """Pause, step, learning rates, checkpoint, stop, abort; what waits for the boundary and what all ranks acked."""
+    """Pause, step, learning rates, checkpoint, relayout, stop, abort: each with what has become of it, whoever asked:
+    waiting for which step's end, applied after which step on how many ranks, or refused and why."""
 
     name = "controls"
     title = "Steer the run"
+    slow = frozenset({"check_relayout", "relayout"})
 
     def frame(self) -> dict[str, Any]:
-        """State, base learning rates, waiting commands in words, the last answer of the ranks."""
+        """State, base learning rates, waiting commands in words, the last answer of the ranks, the newest command of
+        each control."""
         acked = next((_acked(event) for event in reversed(self.feed.recent) if event["kind"] == "command"), None)
+        unanswered = waiting(self.feed)
         return {
             "name": self.feed.paths.root.name,
             "state": self.feed.state,
             "step": self.feed.step,
             "rates": self._rates(),
-            "waiting": self.waiting(),
+            "waiting": [in_words(entry) for entry in unanswered[:MOST]],
             "acked": acked,
+            "controls": newest(self.feed, unanswered),
         }
 
     def _rates(self) -> dict[str, dict[str, Any]]:
@@ -39,24 +49,34 @@ class Controls(RunPanel):
 
     def waiting(self) -> list[str]:
         """Commands, from anywhere, that wait for the next step boundary, in words."""
-        found = [read_json(path) for path in sorted(self.feed.paths.control.glob("*.json"))]
-        return [
-            command_text(entry.get("verb", "?"), entry.get("args") or {}) for entry in found if isinstance(entry, dict)
-        ]
+        return [in_words(entry) for entry in waiting(self.feed)]
 
     def handle(self, verb: str, args: dict[str, Any]) -> Any:
-        """A button: the command in words, once it is in the inbox."""
+        """A button: the command in words and its id, once it is in the inbox. `check_relayout` sends nothing: it says
+        what would change, in how many ranks."""
         run = self.source.run
+        if verb == "check_relayout":
+            return self._check(changes_of(str(args.get("changes", ""))))
         if verb == "step":
-            run.step(int(args.get("n", 1)))
+            sent = run.step(int(args.get("n", 1)))
         elif verb == "set":
-            run.set(str(args["key"]), float(args["value"]))
+            sent = run.set(str(args["key"]), float(args["value"]))
             args = {"values": {args["key"]: args["value"]}}
+        elif verb == "checkpoint":
+            sent = run.checkpoint(str(args.get("name", "")).strip())
+        elif verb == "relayout":
+            sent = run.relayout(*changes_of(str(args.get("changes", ""))))
+            return {"text": f"relayout {args['changes']}", "id": sent.id}
         elif verb in BUTTONS:
-            getattr(run, verb)()
+            sent = getattr(run, verb)()
         else:
             raise ValueError(f"unknown command {verb!r}")
-        return {"text": command_text(verb, args)}
+        return {"text": command_text(verb, args), "id": sent.id}
+
+    def _check(self, changes: list[str]) -> dict[str, Any]:
+        before, after = self.source.run.relaid(*changes)
+        found = [f"{change.key} {change.before} -> {change.after}" for change in before.diff(after)]
+        return {"changes": found, "before": before.world_size, "after": after.world_size}
 
     def text(self) -> str:
         """What waits, and the last answer."""
@@ -64,6 +84,16 @@ class Controls(RunPanel):
         waiting = f"waiting for the step boundary: {'; '.join(frame['waiting'])}" if frame["waiting"] else ""
         acked = frame["acked"]["text"] if frame["acked"] else "no command yet"
         return "\n".join(filter(None, [waiting, acked]))
+
+
+def changes_of(text: str) -> list[str]:
+    """Changes to a plan as typed, such as `parallel.tp=2, parallel.pp=1`, one by one. ValueError on anything else."""
+    found = _CHANGE.findall(text)
+    rest = _CHANGE.sub(" ", text).replace(",", " ").replace(";", " ").split()
+    if rest or not found:
+        what = repr(rest[0]) if rest else "nothing"
+        raise ValueError(f"{what} is no change to the plan; write key=value, such as parallel.tp=2")
+    return found
 
 
 def _acked(event: Event) -> dict[str, Any]:

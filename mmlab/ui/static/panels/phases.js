@@ -12,7 +12,8 @@ PANELS.phases = class extends Panel {
   }
 
   update() {
-    const { names = [], roles = [], rows = [] } = this.frame;
+    const { names = [], roles = [], ranks = 0 } = this.frame;
+    const rows = Array.from({ length: ranks }, (_, rank) => this.frame[`row ${rank}`]);
     const totals = rows.map((row) => row.reduce((sum, value) => sum + value, 0));
     const most = Math.max(1e-9, ...totals);
     const colour = (name) => `var(--mm-${PHASE_COLOURS.includes(name) ? name : "other"})`;

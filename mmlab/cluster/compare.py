@@ -1,0 +1,34 @@
+"""Comparing checkpoints in a process of its own: whoever asks (a kernel, the command line) does not load torch."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from typing import Any
+
+from mmlab.errors import CheckpointError
+from mmlab.messages.checkpoints import read_manifest
+from mmlab.messages.locations import Location
+from mmlab.plan import Plan
+from mmlab.tracking.compare import Comparison
+
+
+def compare(first: dict[str, Any], second: dict[str, Any]) -> Comparison:
+    """What differs between two checkpoints, by their rows with "run" (see `RunRecord.checkpoints`).
+
+    CheckpointError with the reason when one is damaged or cannot be read.
+    """
+    plans = [_plan(row) for row in (first, second)]
+    command = [sys.executable, "-m", "mmlab.train.compare", json.dumps([first["path"], second["path"]])]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode != 0:
+        raise CheckpointError(done.stderr.strip().rpartition("\n")[2] or f"comparing ended with {done.returncode}")
+    return Comparison(first, second, plans[0].diff(plans[1]), **json.loads(done.stdout))
+
+
+def _plan(row: dict[str, Any]) -> Plan:
+    manifest = read_manifest(Location(row["path"]))
+    if not isinstance(manifest, dict):
+        raise CheckpointError(f"checkpoint {row['name']} is gone or damaged: it has no manifest that can be read")
+    return Plan.loads(str(manifest.get("plan", "")), f"checkpoint {row['name']}")
