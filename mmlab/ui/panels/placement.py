@@ -16,7 +16,6 @@ class PlacementPanel(RunPanel):
     name = "placement"
     title = "Placement"
     every = 1.0
-    lasting = True
     slow = frozenset({"doctor"})
 
     def placement(self) -> Placement:

@@ -47,7 +47,6 @@ class SchedulePanel(RunPanel):
     name = "schedule"
     title = "Pipeline schedule"
     every = 2.0
-    lasting = True
     slow = frozenset({"step"})
 
     def __init__(self, source: RunSource) -> None:
