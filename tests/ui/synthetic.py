@@ -20,6 +20,7 @@ from unittest.mock import patch
 
 from PIL import Image, ImageDraw
 
+from mmlab.lab import Run
 from mmlab.messages import PHASES, Ack, Beacon, EventLog, Inbox, new_command, send
 from mmlab.messages.checkpoints import seal
 from mmlab.messages.failures import Failure, write_failure
@@ -261,6 +262,15 @@ class InboxRun:
 
     def doctor(self) -> Diagnosis:
         return diagnose(RunRecord(self.dir), seconds=0.2)
+
+    def lineages(self) -> list[dict[str, Any]]:
+        return Run(self.dir).lineages()
+
+    def checkpoints(self) -> list[dict[str, Any]]:
+        return Run(self.dir).checkpoints()
+
+    def branches(self) -> list[dict[str, Any]]:
+        return Run(self.dir).branches()
 
     def pause(self) -> Sent:
         return self._send("pause")
