@@ -65,7 +65,7 @@ def test_the_dashboard_has_no_serious_fault(browser: Browser, run: SyntheticRun,
     assert faults(browser, Dashboard(Run(run.dir), run.dir), width, dark) == []
 
 
-@pytest.mark.parametrize(("name", "look"), zip(sorted(PARTS), itertools.cycle(LOOKS)))
+@pytest.mark.parametrize(("name", "look"), list(zip(sorted(PARTS), itertools.cycle(LOOKS), strict=False)))
 def test_parts_have_no_serious_fault(browser: Browser, run: SyntheticRun, name: str, look: tuple[int, bool]) -> None:
     width, dark = look  # one each: the dashboard shows the same panels in all
     assert faults(browser, part(RunSource(Run(run.dir), run.dir), name), width, dark) == []
