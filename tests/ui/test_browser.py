@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
-import os
+import contextlib
 import re
-import socket
 import subprocess
 import sys
 import time
@@ -16,11 +14,11 @@ import nbformat
 import pytest
 from playwright.sync_api import Page, expect
 
+from ui.jupyterlab import jupyterlab, open_notebook, wait_for, write_notebook
 from ui.stage import browser_page
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 BOARD = ".mm-board"
-KERNEL = {"kernelspec": {"name": "python3", "display_name": "Python 3", "language": "python"}}
 
 
 @pytest.fixture
@@ -35,42 +33,9 @@ def live(tmp_path: Path) -> Iterator[Path]:
 
 @pytest.fixture
 def server(tmp_path: Path) -> Iterator[Callable[..., str]]:
-    """Starts JupyterLab in a folder of its own, in a theme; the address."""
-    processes = []
-
-    def start(theme: str = "JupyterLab Light") -> str:
-        settings = tmp_path / "settings" / "@jupyterlab" / "apputils-extension"
-        settings.mkdir(parents=True)
-        (settings / "themes.jupyterlab-settings").write_text(json.dumps({"theme": theme}))
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
-        folders = {f"JUPYTER_{kind}_DIR": str(tmp_path / kind.lower()) for kind in ("CONFIG", "DATA", "RUNTIME")}
-        environment = os.environ | folders | {
-            "IPYTHONDIR": str(tmp_path / "ipython"), "JUPYTERLAB_SETTINGS_DIR": str(tmp_path / "settings"),
-        }  # fmt: skip
-        command = [
-            sys.executable, "-m", "jupyterlab", "--no-browser", f"--port={port}", "--IdentityProvider.token=secret",
-            f"--ServerApp.root_dir={tmp_path}", "--allow-root",
-        ]  # fmt: skip
-        with open(tmp_path / "lab.log", "w") as log:
-            processes.append(subprocess.Popen(command, env=environment, stdout=log, stderr=subprocess.STDOUT))
-        end = time.monotonic() + 60
-        while time.monotonic() < end:
-            with socket.socket() as probe:
-                if probe.connect_ex(("127.0.0.1", port)) == 0:
-                    return f"http://127.0.0.1:{port}/doc/tree/live.ipynb?token=secret"
-            time.sleep(0.1)
-        raise AssertionError((tmp_path / "lab.log").read_text())
-
-    yield start
-    for process in processes:
-        process.terminate()
-        try:
-            process.wait(20)
-        except subprocess.TimeoutExpired:  # on a loaded machine Jupyter's server sometimes hangs at its own exit
-            process.kill()
-            process.wait()
+    """Starts JupyterLab in the test's folder, in a theme; the address."""
+    with contextlib.ExitStack() as stack:
+        yield lambda theme="JupyterLab Light": stack.enter_context(jupyterlab(tmp_path, theme))
 
 
 @pytest.fixture
@@ -81,10 +46,8 @@ def page() -> Iterator[Page]:
 
 def show(page: Page, address: str, folder: Path, live: Path) -> None:
     """Open a notebook and run its one cell, which shows the run."""
-    cell = nbformat.v4.new_code_cell(f"import mmlab\n\nmmlab.Run.open({str(live)!r})")
-    nbformat.write(nbformat.v4.new_notebook(cells=[cell], metadata=KERNEL), folder / "live.ipynb")
-    page.goto(address)
-    page.get_by_text(re.compile(r"\| Idle")).wait_for(timeout=60_000)
+    write_notebook(folder / "live.ipynb", f"import mmlab\n\nmmlab.Run.open({str(live)!r})")
+    open_notebook(page, address, "live.ipynb")
     page.locator(".jp-CodeCell .cm-content").first.click()
     page.keyboard.press("Shift+Enter")
     page.locator(BOARD).wait_for(timeout=60_000)
@@ -102,13 +65,6 @@ def step_of(page: Page) -> int:
 def curve(page: Page) -> str:
     """The drawn loss, as an image."""
     return str(page.evaluate(f"document.querySelector('{BOARD} canvas').toDataURL()"))
-
-
-def wait_for(condition: Callable[[], bool], seconds: float = 20.0) -> None:
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, "it did not happen in time"
-        time.sleep(0.1)
 
 
 def test_points_move_buttons_steer_and_a_reload_catches_up(

@@ -1,0 +1,103 @@
+"""A real JupyterLab for browser tests: its server, and what a person does in its page."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import nbformat
+from playwright.sync_api import Page
+
+ROOT = Path(__file__).resolve().parents[2]
+BUNDLE = ROOT / "extensions" / "labextension"
+"""The sidebar, where it has been built in this checkout (an editable installation does)."""
+TOKEN = "secret"
+KERNEL = {"kernelspec": {"name": "python3", "display_name": "Python 3", "language": "python"}}
+
+
+@contextmanager
+def jupyterlab(folder: Path, theme: str = "JupyterLab Light", **environment: str) -> Iterator[str]:
+    """JupyterLab with `folder` as its root and all of its own files below it; its address, without a path."""
+    settings = folder / "settings" / "@jupyterlab" / "apputils-extension"
+    settings.mkdir(parents=True)
+    (settings / "themes.jupyterlab-settings").write_text(json.dumps({"theme": theme}))
+    (settings / "notification.jupyterlab-settings").write_text(json.dumps({"fetchNews": "false"}))
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    folders = {f"JUPYTER_{kind}_DIR": str(folder / kind.lower()) for kind in ("CONFIG", "DATA", "RUNTIME")}
+    more = {"IPYTHONDIR": str(folder / "ipython"), "JUPYTERLAB_SETTINGS_DIR": str(folder / "settings")}
+    command = [
+        sys.executable, "-m", "jupyterlab", "--no-browser", f"--port={port}", f"--IdentityProvider.token={TOKEN}",
+        f"--ServerApp.root_dir={folder}", "--allow-root",
+    ]  # fmt: skip
+    with open(folder / "lab.log", "w") as log:
+        values = os.environ | folders | more | sidebar_of_checkout(folder) | environment
+        process = subprocess.Popen(command, env=values, stdout=log, stderr=subprocess.STDOUT)
+    try:
+        end = time.monotonic() + 60
+        while True:
+            with socket.socket() as probe:
+                if probe.connect_ex(("127.0.0.1", port)) == 0:
+                    break
+            assert time.monotonic() < end, (folder / "lab.log").read_text()
+            time.sleep(0.1)
+        yield f"http://127.0.0.1:{port}"
+    finally:
+        process.terminate()
+        try:
+            process.wait(20)
+        except subprocess.TimeoutExpired:  # on a loaded machine Jupyter's server sometimes hangs at its own exit
+            process.kill()
+            process.wait()
+
+
+def sidebar_of_checkout(folder: Path) -> dict[str, str]:
+    """Environment in which Jupyter takes the extension of this checkout, where it has been built, before another."""
+    if not (BUNDLE / "package.json").is_file():
+        return {}
+    (folder / "share" / "labextensions").mkdir(parents=True)
+    (folder / "share" / "labextensions" / "mmlab").symlink_to(BUNDLE)
+    return {"JUPYTER_PATH": str(folder / "share"), "JUPYTER_CONFIG_PATH": str(ROOT / "jupyter-config")}
+
+
+def write_notebook(path: Path, *cells: str) -> None:
+    """A notebook of code cells."""
+    made = [nbformat.v4.new_code_cell(cell) for cell in cells]
+    nbformat.write(nbformat.v4.new_notebook(cells=made, metadata=KERNEL), path)
+
+
+def open_notebook(page: Page, address: str, name: str) -> None:
+    """Open a notebook of the root folder alone in a page, and wait until its kernel is idle."""
+    page.goto(f"{address}/doc/tree/{name}?token={TOKEN}")
+    kernel_idle(page)
+
+
+def kernel_idle(page: Page) -> None:
+    """Wait until the status bar says that the kernel is idle."""
+    page.get_by_text(re.compile(r"\| Idle")).wait_for(timeout=60_000)
+
+
+def wait_for(condition: Callable[[], object], seconds: float = 20.0) -> None:
+    """Wait for a condition; fails after that time."""
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "it did not happen in time"
+        time.sleep(0.1)
+
+
+def keep_shot(page: Page, path: Path) -> None:
+    """A screenshot of the page, also kept in the folder that MMLAB_SHOTS names."""
+    page.screenshot(path=path)
+    if folder := os.environ.get("MMLAB_SHOTS"):
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(path, Path(folder) / path.name)
