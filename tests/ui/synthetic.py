@@ -17,6 +17,7 @@ from typing import Any
 
 from PIL import Image, ImageDraw
 
+from mmlab.lab import Run
 from mmlab.messages import PHASES, Ack, Beacon, EventLog, Inbox, new_command, send
 from mmlab.messages.checkpoints import seal
 from mmlab.messages.runs import create_run
@@ -211,6 +212,15 @@ class InboxRun:
         command = new_command(verb, args, source="test")
         send(self.dir / "control", command)
         return Sent(verb, command.id, self.dir / "control")
+
+    def lineages(self) -> list[dict[str, Any]]:
+        return Run(self.dir).lineages()
+
+    def checkpoints(self) -> list[dict[str, Any]]:
+        return Run(self.dir).checkpoints()
+
+    def branches(self) -> list[dict[str, Any]]:
+        return Run(self.dir).branches()
 
     def pause(self) -> Sent:
         return self._send("pause")
