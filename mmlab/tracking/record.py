@@ -28,6 +28,7 @@ from mmlab.tracking import checkpoints
 from mmlab.tracking.bottleneck import Bottleneck
 from mmlab.tracking.compression import CompressionTable
 from mmlab.tracking.ledger import Ledger
+from mmlab.tracking.placement import Placement, Seen
 from mmlab.tracking.rare import Rare
 from mmlab.tracking.traced import MeasuredSchedule, Traces
 from mmlab.tracking.traffic import TrafficTable
@@ -115,6 +116,13 @@ class RunRecord:
     def traffic(self) -> TrafficTable:
         """What the ranks said to each other in the last steps: groups, bytes, time under way and waited for."""
         return TrafficTable(self.plan.layout(), self._in_this_layout())
+
+    def placement(self, state: str = "", steps: list[Event] | None = None) -> Placement:
+        """Where the ranks are and how each of them is. Faces that follow the log give state and last steps."""
+        state = state or self.status()["state"]
+        steps = self._in_this_layout() if steps is None else steps
+        seen = Seen(state, self.beacons(), self.info.get("engines", []), self.failures(), steps)
+        return Placement(self.plan, seen)
 
     def bottleneck(self) -> Bottleneck:
         """What holds the run back, from the times of the last steps."""
