@@ -14,7 +14,7 @@ class CompressionGroup {
     this.control = new Control(`compress ${group}`, t("Compression of {0}", t(group)), [make("label", {}, t("compressor")), this.choice, this.apply]);
     this.figures = make("dl", { class: "mm-coded-figures" });
     this.node = make("section", { class: "mm-group", "aria-label": t("Gradients of {0}", t(group)) }, make("h4", {}, t("Gradients of {0}", t(group))),
-      this.control.node, this.options, this.helped, this.figures);
+      this.control.node, make("div", { class: "mm-ack-lines" }, this.control.line), this.options, this.helped, this.figures);
     this.inputs = {};
     this.touched = false;
   }
@@ -99,7 +99,7 @@ PANELS.compression = class extends Panel {
     this.chart = make("div", { class: "mm-small-chart" });
     this.keys = make("div", { class: "mm-keys" });
     this.node.append(make("div", { class: "mm-grid" }, ...this.groups.map((group) => group.node)),
-      make("div", { class: "mm-measure" }, this.measure.node, make("div", {}, make("h4", {}, t("Loss, measured errors and changes of compressor by step")), this.chart, this.keys)));
+      make("div", { class: "mm-measure" }, make("div", {}, this.measure.node, make("div", { class: "mm-ack-lines" }, this.measure.line)), make("div", {}, make("h4", {}, t("Loss, measured errors and changes of compressor by step")), this.chart, this.keys)));
   }
 
   send() {

@@ -2,13 +2,14 @@
    has become of the newest command of its kind, whoever gave it: this page, another one, a cell, the command line. */
 const CHECK_AFTER = 350; // ms without a key after which changes to the layout are checked
 
-/* One control: its buttons and fields, and a line that says what has become of its last command. */
+/* One control: its buttons and fields, and what has become of its last command, to be put into the line that the
+   controls of a row share. */
 class Control {
-  constructor(key, label, nodes, wide = false) {
+  constructor(key, label, nodes) {
     this.key = key;
     this.id = `mm-${Math.random().toString(36).slice(2)}`;
-    this.line = make("div", { class: "mm-ack", id: this.id, "data-control": key });
-    this.node = make("div", { class: wide ? "mm-control mm-wide" : "mm-control", role: "group", "aria-label": label }, make("div", { class: "mm-tools" }, ...nodes), this.line);
+    this.line = make("span", { class: "mm-ack", id: this.id, "data-control": key, "data-label": label });
+    this.node = make("div", { class: "mm-control", role: "group", "aria-label": label }, ...nodes);
     for (const node of nodes) if (node.matches("button, input")) node.setAttribute("aria-describedby", this.id);
     this.own = null; // {text, bad, after}: what this page knows before the run does
     this.say("", "");
@@ -20,7 +21,7 @@ class Control {
 
   busy() { if (this.own) { this.own.text = t("sent; the kernel runs a cell and passes it on afterwards"); this.show(); } }
 
-  refused(reason) { this.own = { text: t("refused: {0}", reason), kind: "bad", after: this.latest }; this.show(); }
+  refused(reason) { this.own = { text: t("refused: {0}", reason), kind: "refused", after: this.latest }; this.show(); }
 
   took(id) { if (this.own) this.own.id = id; }
 
@@ -57,22 +58,25 @@ PANELS.controls = class extends Panel {
     this.changes = field({ name: "changes", type: "text", placeholder: "parallel.tp=2", spellcheck: "false", "aria-label": t("Changes to the layout, such as parallel.tp=2"), oninput: () => this.checkSoon() }, () => this.relayout());
     this.checked = make("div", { class: "mm-checked", role: "status", "aria-live": "polite" });
     this.controls = {};
-    const tools = [
+    const first = [
       this.control("pause", t("Pause and resume"), [this.toggle]),
       this.control("step", t("Single steps"), [button(t("Step"), () => this.step(), { title: t("Run that many steps, then pause") }), this.n]),
       this.control("checkpoint", t("Checkpoint"), [button(t("Checkpoint"), () => this.save(), { title: t("Save after the step under way") }), this.named]),
       this.control("stop", t("Stop"), [button(t("Stop"), () => this.command("stop"), { title: t("End the run after the step under way"), class: "mm-stop", sure: true })]),
       this.control("abort", t("Abort"), [button(t("Abort"), () => this.command("abort"), { title: t("End the run at once, also one that is stuck; nothing is saved"), class: "mm-abort", sure: true })]),
     ];
-    this.move = this.control("relayout", t("Another layout"), [this.apply = button(t("Relayout"), () => this.relayout(), { title: t("Go on in another layout after the step under way, on more or fewer ranks too") }), this.changes], true);
-    this.move.node.querySelector(".mm-tools").append(this.checked);
-    this.said = make("span", { class: "mm-said", role: "status", "aria-live": "polite" });
+    this.move = this.control("relayout", t("Another layout"), [this.apply = button(t("Relayout"), () => this.relayout(), { title: t("Go on in another layout after the step under way, on more or fewer ranks too") }), this.changes]);
+    this.move.node.classList.add("mm-wide");
+    this.said = make("div", { class: "mm-said", role: "status", "aria-live": "polite" });
     this.rates = make("div", { class: "mm-rates", role: "group", "aria-label": t("Base learning rates") });
-    this.node.append(make("div", { class: "mm-steering" }, ...tools.map((control) => control.node)), this.rates, this.move.node, this.said);
+    this.rateAcks = make("span", { class: "mm-acks" });
+    this.node.append(make("div", { class: "mm-steering" }, ...first.map((control) => control.node)), make("div", { class: "mm-acks" }, ...first.map((control) => control.line)),
+      make("div", { class: "mm-steering" }, this.rates, this.move.node), make("div", { class: "mm-acks" }, this.rateAcks, this.move.line),
+      make("div", { class: "mm-answer" }, this.checked, this.said));
     this.buttons = [...this.node.querySelectorAll("button, input")];
   }
 
-  control(key, label, nodes, wide) { this.controls[key] = new Control(key, label, nodes, wide); return this.controls[key]; }
+  control(key, label, nodes) { this.controls[key] = new Control(key, label, nodes); return this.controls[key]; }
 
   step() { this.command("step", "step", { n: Math.max(1, Math.round(Number(this.n.value) || 1)) }); }
 
@@ -81,7 +85,8 @@ PANELS.controls = class extends Panel {
   relayout() {
     const changes = this.changes.value.trim();
     if (!changes) { this.check({ bad: t("write key=value, such as parallel.tp=2") }); this.changes.focus(); return; }
-    this.command("relayout", "relayout", { changes }).then((sent) => { if (sent) { this.changes.value = ""; this.check({}); } });
+    this.check({}); // what becomes of it takes the place of the check
+    this.command("relayout", "relayout", { changes }).then((sent) => { if (sent) this.changes.value = ""; });
   }
 
   checkSoon() {
@@ -132,7 +137,9 @@ PANELS.controls = class extends Panel {
     const rates = this.frame.rates ?? {};
     if (this.rates.childElementCount !== Object.keys(rates).length) {
       this.inputs = {};
-      this.rates.replaceChildren(...Object.keys(rates).map((module) => this.rateRow(module)));
+      const rows = Object.keys(rates).map((module) => this.rateRow(module));
+      this.rates.replaceChildren(...rows.map((control) => control.node));
+      this.rateAcks.replaceChildren(...rows.map((control) => control.line));
     }
     for (const [module, rate] of Object.entries(rates)) {
       const { input, set, now } = this.inputs[module];
@@ -160,7 +167,7 @@ PANELS.controls = class extends Panel {
     this.inputs[module] = { input, set, now };
     const control = this.control(key, t("Learning rate of {0}", t(module)), [make("label", {}, t("{0} lr", t(module))), input, set, now]);
     control.show(this.frame.controls?.[key], this.frame);
-    return control.node;
+    return control;
   }
 
   say(text, bad) { put(this.said, text); this.said.classList.toggle("mm-bad", bad); }
