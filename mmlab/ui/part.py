@@ -142,7 +142,7 @@ class Part:
             html = "\n".join(panel.html() for name, panel in self.panels.items() if name in self._shown)
             text = "\n\n".join(panel.text() for name, panel in self.panels.items() if name in self._shown)
         self._kept_still = time.monotonic()
-        view.still = html if len(html) <= MOST_STILL else f"<pre>{escape(text)}</pre>"
+        view.still = html if len(html) <= MOST_STILL else f"<pre>{escape(text[:MOST_STILL])}</pre>"
 
     def _heard(self, _: Any, message: dict[str, Any], __: Any) -> None:
         """A message of a page, on whichever thread the kernel chooses."""
@@ -177,6 +177,9 @@ class Part:
         except (MmlabError, ValueError, TypeError, KeyError, OSError) as error:
             self.view.refuse(token, str(error))
             return
+        except Exception as error:  # a fault of ours: the page says so instead of waiting for ever
+            self.view.refuse(token, f"{type(error).__name__}: {error}")
+            return
         if isinstance(value, Reply):
             self.view.reply(token, value.value, value.buffers)
         else:
@@ -189,7 +192,8 @@ class Part:
                 if self._end.is_set():
                     return
                 self._look()  # often, also unseen: a saved notebook is to show the end, and may be saved right after it
-                if self.source.ended or time.monotonic() - sent >= self._pause():
+                changed = self.source.state != self._shown_state  # told at once: the end, of which no more may follow
+                if changed or time.monotonic() - sent >= self._pause():
                     sent = time.monotonic()
                     self._send()
                 self._renew()

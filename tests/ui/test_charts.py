@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from array import array
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -131,6 +132,18 @@ def test_a_zoom_is_read_from_the_log_without_the_rest(started: SyntheticRun, mon
 
 
 real = feeds.read_events
+
+
+def test_a_zoom_copies_nothing_while_points_are_added(started: SyntheticRun) -> None:
+    started.train(20)
+    panel = Charts(source := RunSource(InboxRun(started.dir), started.dir))
+    source.look()
+    with ThreadPoolExecutor(1) as pool:
+        with source.lock:
+            reply = pool.submit(panel.closer, 5, 8)
+            with pytest.raises(TimeoutError):
+                reply.result(0.2)
+        assert dict(reply.result(10).value["curves"])["loss"] == 4
 
 
 def test_a_zoom_shows_the_current_lineage_only(started: SyntheticRun) -> None:

@@ -157,6 +157,34 @@ def test_another_run_is_drawn_beside(charts: Stage, page: Page, tmp_path: Path, 
     assert charts.errors == []
 
 
+def test_who_reads_earlier_events_or_the_table_is_left_in_peace(
+    page: Page, started: SyntheticRun, parts: list[Part]
+) -> None:
+    for step in range(1, 41):
+        started.train(1)
+        started.events.emit("warning", message=f"warning {step}", step=step)
+    parts.append(Dashboard(InboxRun(started.dir), started.dir))
+    stage = Stage(page, parts[0])
+    stage.until(lambda: "warning 40" in page.locator(".mm-events").inner_text())
+    assert page.locator(".mm-list").evaluate("(l) => l.scrollHeight - l.scrollTop - l.clientHeight < 5")
+    page.locator(".mm-list").evaluate("(list) => { list.scrollTop = 10; list.querySelector('li').id = 'read'; }")
+    stage.until(lambda: legend(page, 0).startswith("step 40"))
+    started.train(5)
+    stage.until(lambda: legend(page, 0).startswith("step 45"))
+    assert page.locator("#read").count() == 1  # points alone are no reason to make the list anew
+    started.events.emit("warning", message="one more", step=45)
+    stage.until(lambda: "one more" in page.locator(".mm-events").inner_text())
+    assert page.locator(".mm-list").evaluate("(list) => list.scrollTop") == 10
+    page.get_by_role("button", name="Table").click()
+    page.wait_for_timeout(1_200)
+    page.locator(".mm-figures-table table").first.evaluate("(table) => { table.id = 'table'; }")
+    page.wait_for_timeout(1_200)
+    assert page.locator("#table").count() == 1
+    started.train(1)
+    stage.until(lambda: page.locator("#table").count() == 0)
+    assert stage.errors == []
+
+
 class Faulty(RunPanel):
     """Fails until told otherwise; its page side is that of the list of events."""
 

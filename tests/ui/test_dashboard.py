@@ -14,6 +14,8 @@ from mmlab.errors import PlanError
 from mmlab.ui import part as dashboards
 from mmlab.ui.dashboard import Dashboard
 from mmlab.ui.panels.controls import Controls
+from mmlab.ui.panels.log import Log
+from mmlab.ui.part import Part
 from mmlab.ui.shell import Faces, install
 from mmlab.ui.source import RunSource
 from mmlab.ui.view import View
@@ -120,6 +122,37 @@ def test_a_reloaded_page_gets_the_history_again(shown: Dashboard, screen: Screen
     say(shown, kind="hello")
     until(lambda: len(screen.messages) > before)
     assert screen.messages[before]["kind"] == "history"
+
+
+def test_a_fault_in_a_panel_is_a_refusal(shown: Dashboard, screen: Screen, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any) -> None:
+        raise RuntimeError("no such thing")
+
+    monkeypatch.setattr(Controls, "handle", fail)
+    say(shown, kind="ask", token="7", panel="controls", verb="pause")
+    until(lambda: screen.replies)
+    assert screen.replies["7"]["refusal"] == "RuntimeError: no such thing"
+
+
+def test_what_stays_live_after_the_end_rests_while_nobody_looks(
+    started: SyntheticRun, screen: Screen, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(dashboards, "SEEN_FOR", 0.0)
+    monkeypatch.setattr(dashboards, "UNSEEN_PERIOD", 600.0)
+    frames: list[float] = []
+    monkeypatch.setattr(Log, "every", 0.0)
+    monkeypatch.setattr(Log, "_follow", lambda _: frames.append(time.monotonic()))
+    started.train(3)
+    live = Part(source := RunSource(InboxRun(started.dir), started.dir), [Log(source)], "a log", period=0.01)
+    live.show()
+    until(lambda: screen.messages)
+    started.events.emit("state", state="stopped", reason="", step=3)
+    until(lambda: screen.frame("log").get("state") == "stopped")  # told at once all the same
+    until(lambda: len(screen.outputs) and screen.published >= 2)  # and so is the cell's picture
+    made = len(frames)
+    time.sleep(0.3)
+    assert len(frames) == made
+    live.close()
 
 
 def test_messages_belong_to_the_cell_that_made_the_dashboard(

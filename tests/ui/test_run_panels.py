@@ -218,6 +218,8 @@ def test_the_log_keeps_little_whatever_ranks_print(started: SyntheticRun, monkey
     assert (frame["first"], len(frame["lines"])) == (6, 10)
     assert frame["lines"][-1] == [3, "7"]
     assert panel.handle("read", {"rank": 0, "lines": 3}) == {"lines": ["5", "6", "7"]}
+    monkeypatch.setattr(logs, "MOST_CHARS", 2)
+    assert panel.handle("read", {"rank": 0, "lines": 3}) == {"lines": ["6", "7"]}
     with pytest.raises(ValueError, match="there is no rank 6; the run has 6"):
         panel.handle("read", {"rank": 6})
     assert panel.text().endswith("[3] 7")
@@ -255,7 +257,7 @@ def test_a_page_follows_filters_and_stands_still(started: SyntheticRun, tmp_path
         stage.until(lambda: lines.count() == 61)
         page.get_by_label("Show only lines with this text").fill("LATER")
         assert lines.count() == 1
-        page.get_by_label("follow").check()
+        stage.until(page.get_by_label("follow").is_checked)  # by itself: the end is in sight again
         write(1, ["later still"])
         stage.until(lambda: lines.count() == 2)
         stage.shot(tmp_path / "log.png")

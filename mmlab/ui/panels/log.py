@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from itertools import accumulate
 from typing import Any
 
 from mmlab.tracking.logs import LogTail, clean
@@ -14,6 +15,8 @@ KEPT_CHARS = 100_000
 """Lines and characters of all ranks together that pages have. They are told by what came since."""
 MOST_LINES = 2_000
 """Lines of one rank that a page may ask for."""
+MOST_CHARS = 400_000
+"""Characters of them: 2,000 of the longest lines would be 4 MB in one message."""
 TEXT_LINES = 20
 """Lines in a terminal."""
 
@@ -66,7 +69,9 @@ class Log(RunPanel):
         rank, lines = int(args["rank"]), min(MOST_LINES, max(1, int(args.get("lines", MOST_LINES))))
         if not 0 <= rank < len(self.feed.roles()):
             raise ValueError(f"there is no rank {rank}; the run has {len(self.feed.roles())}")
-        return {"lines": [clean(text) for text in self.source.run.log(rank, lines=lines).splitlines()]}
+        found = [clean(text) for text in self.source.run.log(rank, lines=lines).splitlines()]
+        room = accumulate(len(text) for text in reversed(found))
+        return {"lines": found[len(found) - sum(used <= MOST_CHARS for used in room) :]}
 
     def text(self) -> str:
         """The last lines."""

@@ -108,7 +108,7 @@ class App {
     this.each((panel, name) => {
       if (changed[name] && "problem" in changed[name]) panel.trouble(changed[name].problem);
       if (!this.store.frames[name]) return; // turned to before the first message
-      if (changed[name] || curves) panel.update(changed[name] ?? {}, curves);
+      if (changed[name] || (curves && panel.constructor.curved)) panel.update(changed[name] ?? {}, curves);
     });
   }
 

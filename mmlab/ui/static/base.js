@@ -183,6 +183,7 @@ const PANELS = {};
 
 class Panel {
   static title = ""; // its heading, and its tab's name
+  static curved = false; // whether it draws curves: else messages with nothing but points, five a second, are not its own
 
   constructor(store, name) {
     this.store = store;

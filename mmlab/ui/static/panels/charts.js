@@ -15,6 +15,7 @@ const CLOSER_AFTER = 150; // ms after the last zoom until the kernel is asked fo
 
 PANELS.charts = class extends Panel {
   static title = "Charts";
+  static curved = true;
 
   constructor(store, name) {
     super(store, name);
@@ -191,8 +192,10 @@ PANELS.charts = class extends Panel {
   }
 
   fillTable() {
-    if (this.table.hidden || this.filling) return;
-    this.filling = setTimeout(() => { this.filling = null; if (!this.table.hidden) this.fillTable(); }, 1_000); // at most once a second
+    if (this.table.hidden) return;
+    this.stale = Boolean(this.filling);
+    if (this.stale) return;
+    this.filling = setTimeout(() => { this.filling = null; if (this.stale) this.fillTable(); }, 1_000); // at most once a second
     const row = (tag, cells) => make("tr", {}, ...cells.map((cell, index) => make(index ? tag : "th", { scope: index ? null : tag === "th" ? "col" : "row" }, cell)));
     const figures = Object.values(this.charts).flatMap((chart) => chart.figures().map(([label, ...values]) => row("td", [`${chart.title}: ${label}`, ...values.map((value) => number(value))])));
     const marks = this.marks.slice(-50).reverse().map(([step, kind, text]) => row("td", [number(step, 9), t(MARKS[kind][2]), text]));
