@@ -122,11 +122,6 @@ class Run(Shown, Browsed):
         off they were when last measured; a table."""
         return self._record.compression()
 
-    def traces(self, step: int | None = None) -> dict[int, dict[str, Any]]:
-        """Measured ops of a step (default: the last one that all ranks traced) by rank: {"step", "t0", "ops"}, as
-        `mmlab.plan.measured_timeline` and `measured_svg` take them; {} for a step that was not traced."""
-        return self._record.traces(step)
-
     def diagnose(self) -> Bottleneck:
         """What makes steps slow, in one sentence: data, encoder, pipeline, communication or optimizer, with the times
         of the last steps and what to try; a table of all of them. (`doctor` is for a run that is stuck.)"""

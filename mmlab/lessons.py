@@ -16,6 +16,7 @@ NOTEBOOKS = (
     "05_gradient_compression.ipynb",
     "06_kill_a_rank.ipynb",
     "07_feeding_the_ranks.ipynb",
+    "08_notebook_to_slurm.ipynb",
 )
 """Notebooks that come with the package; JupyterLab opens on the first."""
 

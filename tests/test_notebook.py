@@ -1,7 +1,11 @@
-"""The notebooks run from top to bottom."""
+"""The notebooks run from top to bottom.
+
+Where the environment variable MMLAB_RENDERED names a folder, each one that has run is written there as HTML.
+"""
 
 from __future__ import annotations
 
+import os
 import re
 import tomllib
 from pathlib import Path
@@ -10,15 +14,17 @@ import nbformat
 import pytest
 from nbclient import NotebookClient
 
+from mmlab import Lab
 from mmlab.lessons import NOTEBOOKS, packaged_notebook
 
 ROOT = Path(__file__).resolve().parent.parent
 STEERED = "Lab( check() layout() schedule() train( pause() step( set( checkpoint( restore( stop() close()"
-SCHEDULED = "Lab( schedule() train( traces( bubble( measured_svg( close()"
+SCHEDULED = "Lab( schedule() train( measured( bubble( schedule_view close()"
 SENT = "Lab( layout() train( traffic() close()"
 HELD = "Lab( layout() train( step( lab.view close()"
 COMPRESSED = "Lab( train( compress( measure_compression() compression() stop() close()"
 KILLED = "Lab( train( chaos(kill=1) chaos(hang=2) chaos(corrupt= relayout( ledger() close()"
+HEADLESS = "save( outlive= attach( wait( MMLAB_RESUME SIGTERM ledger() close()"
 FED = "Lab( train( diagnose() ledger() close()"
 VERBS = {
     "01_quickstart.ipynb": STEERED,
@@ -28,6 +34,7 @@ VERBS = {
     "05_gradient_compression.ipynb": COMPRESSED,
     "06_kill_a_rank.ipynb": KILLED,
     "07_feeding_the_ranks.ipynb": FED,
+    "08_notebook_to_slurm.ipynb": HEADLESS,
 }
 
 
@@ -41,8 +48,26 @@ def executed(name: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> dict[s
     monkeypatch.setenv("MMLAB_RUNS", str(folder / "runs"))
     (folder / "runtime").mkdir()
     notebook = read(name)
-    NotebookClient(notebook, timeout=200, resources={"metadata": {"path": str(folder)}}).execute()
+    try:
+        NotebookClient(notebook, timeout=200, resources={"metadata": {"path": str(folder)}}).execute()
+    finally:
+        render(notebook, name)
+        for lab in Lab.live():  # of this test's runtime folder: a lesson that broke off has not closed it
+            lab.close()
     return {cell.source: cell.outputs for cell in notebook.cells if cell.cell_type == "code"}
+
+
+def render(notebook: nbformat.NotebookNode, name: str) -> None:
+    """Write a notebook with its outputs, as far as it came, where MMLAB_RENDERED says."""
+    if folder := os.environ.get("MMLAB_RENDERED"):
+        from nbconvert import HTMLExporter  # a second that the quick tests need not spend
+
+        for cell in notebook.cells:
+            for output in cell.get("outputs", []):  # widgets need a kernel: the page shows their last pictures
+                output.get("data", {}).pop("application/vnd.jupyter.widget-view+json", None)
+        html, _ = HTMLExporter().from_notebook_node(notebook, {"metadata": {"name": Path(name).stem}})
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        (Path(folder) / name).with_suffix(".html").write_text(html)
 
 
 def printed(outputs: dict[str, list[nbformat.NotebookNode]]) -> str:
@@ -66,6 +91,34 @@ def test_notebooks_are_saved_without_outputs(name: str) -> None:
     assert all(verb in source for verb in VERBS[name].split())
 
 
+@pytest.mark.parametrize("name", NOTEBOOKS)
+def test_notebooks_teach_alike(name: str) -> None:
+    cells = read(name).cells
+    for part in ("**You will see**", "**You need**", "**Measured** on two CPU cores: "):
+        assert part in cells[0].source
+    words = "\n".join(cell.source for cell in cells if cell.cell_type == "markdown")
+    code = [cell.source for cell in cells if cell.cell_type == "code"]
+    assert "redict" in words
+    assert all(f"**Exercise {number}.**" in words for number in (1, 2))
+    assert any("def check(" in source for source in code)
+    folded = [cell for cell in cells if cell.metadata.get("jupyter", {}).get("source_hidden")]
+    assert "<details><summary>Solutions</summary>" in words or any("Solutions" in cell.source for cell in folded)
+    assert "mmlab.Lab.live()" in code[0]
+    assert "close()" in code[-1] or "mmlab.Lab.live()" in code[-1]
+
+
+def test_what_the_teacher_is_sent_to_is_there() -> None:
+    text = (ROOT / "notebooks" / "TEACHING.md").read_text()
+    linked = set(re.findall(r"\]\((\w+\.ipynb)\)", text))
+    assert linked == set(NOTEBOOKS)
+    found = re.findall(r"\b(0\d)(?:\]\([\w.]+\))?, sections? ((?:\d+(?:, | and | to )?)+)", text)
+    assert len(found) > 15
+    for number, sections in found:
+        (name,) = [name for name in NOTEBOOKS if name.startswith(number)]
+        headings = re.findall(r"^## (\d+)\.", "\n".join(cell.source for cell in read(name).cells), re.MULTILINE)
+        assert set(re.findall(r"\d+", sections)) <= set(headings), (name, sections)
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_the_quickstart_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -77,6 +130,7 @@ def test_the_quickstart_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert "paused after step" in text
     assert "restored before" in text
     assert "cannot change during a run" in text
+    assert text.count("not answered yet") == 2
 
 
 @pytest.mark.slow
@@ -96,8 +150,10 @@ def test_the_lesson_about_schedules_measures_what_the_formula_says(
     assert [name for name, *_ in orders] == ["gpipe", "1f1b", "interleaved", "zb_h1"]
     for _, _, with_measured_passes, found in orders:
         assert float(found) == pytest.approx(float(with_measured_passes), abs=tolerance)
-    (chart,) = [cell for source, cell in outputs.items() if source.startswith("from IPython.display import HTML")]
+    (chart,) = [cell for source, cell in outputs.items() if source.endswith("measured()")]
     assert chart[0].data["text/html"].count("<rect") > 40
+    (view,) = [cell for source, cell in outputs.items() if source.endswith("schedule_view")]
+    assert "bubble" in view[0].data["text/plain"]
     assert text.count("not answered yet") == 2
 
 
@@ -153,6 +209,7 @@ def test_the_lesson_about_compression_teaches_what_it_says(tmp_path: Path, monke
     (chart,) = [cell for source, cell in outputs.items() if "line_chart(" in source]
     assert chart[0].data["text/html"].count("<polyline") == 5
     tables = [cell[0].data["text/plain"] for source, cell in outputs.items() if source.endswith("measured()")]
+    assert text.count("not answered yet") == 2
     assert ["left out" in table and re.search(r" step \d+", table) is not None for table in tables] == [True, True]
 
 
@@ -178,3 +235,21 @@ def test_the_lesson_about_data_teaches_what_it_says(tmp_path: Path, monkeypatch:
     assert len(waits) == 3
     assert "no bad member" in text
     assert "4 x 3 tiles and the whole: 13 tiles" in text
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_the_lesson_about_batch_queues_loses_no_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    text = printed(executed("08_notebook_to_slurm.ipynb", tmp_path, monkeypatch))
+    killed = re.search(r"killed at step (\d+); now the run is running at step (\d+)", text)
+    assert killed is not None
+    assert int(killed[2]) >= int(killed[1]) + 20
+    assert re.search(r"stopped after step (\d+), saved after step \1\n0 steps lost", text)
+    assert "scontrol requeue 4242" in text
+    assert re.findall(r"torchrun's exit code: (\d)", text) == ["1", "0"]
+    left = re.search(r"left after step (\d+), went on with step (\d+)", text)
+    assert left is not None
+    assert int(left[2]) == int(left[1]) + 1
+    assert text.count("the same bits") == 2
+    assert "no ipyparallel profile 'slurm-of-nowhere'" in text
+    assert text.count("not answered yet") == 2

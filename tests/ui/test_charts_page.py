@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from playwright.sync_api import Page
 
+from mmlab.lab import Run
 from mmlab.ui.dashboard import Dashboard, part
 from mmlab.ui.panel import RunPanel
 from mmlab.ui.panels.charts import Charts
@@ -243,3 +244,36 @@ def test_without_a_kernel_a_page_shows_what_was_saved(page: Page, started: Synth
     stage.until(lambda: "No kernel answers" in page.locator(".mm-notice").inner_text())
     assert page.locator(".mm-still svg").count() >= 2
     assert stage.sent == []
+
+
+def test_tabs_wrap_take_arrow_keys_and_draw_what_was_hidden_in_the_theme_of_now(
+    page: Page, started: SyntheticRun, parts: list[Part], tmp_path: Path
+) -> None:
+    started.train(5)
+    parts.append(Dashboard(Run(started.dir), started.dir))
+    stage = Stage(page, parts[0])
+    stage.until(lambda: "step 5 of" in page.locator(".mm-line").inner_text())
+    before = page.evaluate(PIXELS, 0)
+    tabs = page.get_by_role("tab")
+    tabs.first.focus()
+    page.keyboard.press("ArrowLeft")
+    assert tabs.last.get_attribute("aria-selected") == "true"
+    assert page.evaluate("document.activeElement.textContent") == tabs.last.inner_text()
+    stage.until(lambda: "charts" not in parts[0]._shown and {"head", "controls"} < parts[0]._shown)
+    page.add_style_tag(content=DARK)
+    page.evaluate("document.body.dataset.jpThemeLight = 'false'")
+    stage.until(lambda: "mm-dark" in (page.locator(".mm-board").get_attribute("class") or ""))
+    page.set_viewport_size({"width": 620, "height": 1000})
+    page.keyboard.press("ArrowRight")
+    stage.until(lambda: page.evaluate(PIXELS, 0) != before and "charts" in parts[0]._shown)
+    width = page.locator(".mm-plot").first.bounding_box()["width"]  # type: ignore[index]
+    stage.until(lambda: page.locator(".mm-plot canvas").first.bounding_box()["width"] == int(width))  # type: ignore[index]
+    assert page.evaluate("document.documentElement.scrollWidth") <= 620
+    top = tabs.first.bounding_box()["y"]  # type: ignore[index]
+    for index in range(tabs.count()):
+        tabs.nth(index).click()
+        stage.until(lambda index=index: tabs.nth(index).get_attribute("aria-selected") == "true")
+        assert page.evaluate("document.documentElement.scrollWidth") <= 620, tabs.nth(index).inner_text()
+        assert tabs.first.bounding_box()["y"] == top  # type: ignore[index]
+    stage.shot(tmp_path / "narrow-dark.png")
+    assert stage.errors == []
