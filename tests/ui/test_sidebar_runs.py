@@ -5,21 +5,18 @@ from __future__ import annotations
 import contextlib
 import re
 from collections.abc import Iterator
-from importlib.resources import files
 from pathlib import Path
-from typing import Any
 
 import pytest
 from playwright.sync_api import Page, expect
 
 from mmlab.messages import Inbox
 from mmlab.plan import Plan
-from ui.jupyterlab import TOKEN, jupyterlab, keep_shot, wait_for
+from ui.jupyterlab import TOKEN, jupyterlab, keep_shot, serious, wait_for
 from ui.stage import browser_page
 from ui.synthetic import SyntheticRun
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
-AXE = (files("axe_playwright_python") / "axe.min.js").read_text(encoding="utf-8")
 SIDEBAR = "#mmlab-sidebar"
 
 
@@ -41,20 +38,6 @@ def told(*pages: Page) -> list[str]:
     return [text for page in pages for text in page.locator(".Toastify__toast").all_inner_texts()]
 
 
-def serious(page: Page) -> list[str]:
-    """Serious and critical faults of the sidebar."""
-    page.evaluate(AXE)
-    found: list[dict[str, Any]] = page.evaluate(
-        f"() => axe.run('{SIDEBAR}', {{resultTypes: ['violations']}}).then((r) => r.violations)"
-    )
-    return [
-        f"{fault['id']}: {node['html'][:200]}: {node['failureSummary']}"
-        for fault in found
-        if fault["impact"] in ("serious", "critical")
-        for node in fault["nodes"]
-    ]
-
-
 @pytest.fixture
 def stack() -> Iterator[contextlib.ExitStack]:
     with contextlib.ExitStack() as stack:
@@ -74,7 +57,7 @@ def test_ends_are_told_once_and_silence_is_noticed(tmp_path: Path, stack: contex
         side = page.locator(SIDEBAR)
         expect(side.locator(".mmlab-run")).to_have_count(2, timeout=20_000)
         expect(side.locator(".mmlab-ranks tbody tr")).to_have_count(6, timeout=20_000)
-        assert serious(page) == []
+        assert serious(page, SIDEBAR) == []
         assert side.evaluate("(node) => node.scrollWidth - node.clientWidth") <= 0
         keep_shot(page, tmp_path / "sidebar-light.png")
         no_answer(page, runs)
