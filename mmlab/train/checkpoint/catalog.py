@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -37,7 +38,9 @@ def candidates(
     CheckpointError lists what there is when nothing fits.
     """
     found = known(checkpoints)
-    fits = [(p, m) for p, m in found if (not name or name in (p.name, called(p, m))) and step in (None, m["step"])]
+    of_step = [(p, m) for p, m in found if step in (None, m["step"])]
+    fits = [(p, m) for p, m in of_step if not name or name == called(p, m)]
+    fits = fits or [(p, m) for p, m in of_step if name == p.name]  # a folder keeps its name when another is given
     if step is not None or name:
         fits = [(p, m) for p, m in fits if m["lineage"] == lineage] or fits
         fits.sort(key=lambda pair: -pair[1]["time"])
@@ -55,6 +58,11 @@ def find(checkpoints: Location | Path, step: int | None = None, name: str = "", 
     CheckpointError lists what there is when nothing fits.
     """
     return candidates(_location(checkpoints), step, name, lineage)[0]
+
+
+def _text(manifest: Any) -> str:
+    """A manifest as text, to compare: a loss that is not a number equals itself there."""
+    return json.dumps(manifest, sort_keys=True)
 
 
 def _location(folder: Location | Path) -> Location:
@@ -143,7 +151,9 @@ class Retention:
             old = [pair for pair in old if newest is not None and pair is not newest]
         kept = [pair for pair in found if pair not in old]
         for folder, manifest in list(old):
-            if read(folder) != manifest:  # somebody has given it a name since it was looked at, or removed it
+            if _text(read(folder)) != _text(
+                manifest
+            ):  # somebody has given it a name since it was looked at, or removed it
                 old.remove((folder, manifest))
                 kept.append((folder, manifest))
                 continue
