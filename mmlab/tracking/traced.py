@@ -100,7 +100,7 @@ class MeasuredSchedule:
     @cached_property
     def costs(self) -> dict[tuple[int, str, int], float]:
         """Mean seconds of an op by (rank, kind, chunk), as `plan.schedule().simulate` takes them. Receives take none,
-        since what they measure is waiting; a reduction takes what it took the rank of that role that came last."""
+        since what they measure is waiting; a reduction takes what it took the rank that came last."""
         found: dict[tuple[int, str, int], list[float]] = defaultdict(list)
         for rank, ops in enumerate(self.timeline):
             for op, start, end in ops:
@@ -108,10 +108,15 @@ class MeasuredSchedule:
                     found[rank, op.kind, op.chunk].append(end - start)
         means = {key: sum(values) / len(values) for key, values in found.items()}
         places = self.plan.layout().places
-        for kind in ("reduce", "reduce_embedding", "norm"):
-            for role in ("vision", "language"):
-                keys = [key for key in means if key[1] == kind and places[key[0]].role == role]
-                means |= dict.fromkeys(keys, min((means[key] for key in keys), default=0.0))
+        together = (
+            ("reduce", ("vision",)),
+            ("reduce", ("language",)),
+            ("reduce_embedding", ("language",)),
+            ("norm", ("vision", "language")),
+        )
+        for kind, roles in together:
+            keys = [key for key in means if key[1] == kind and places[key[0]].role in roles]
+            means |= dict.fromkeys(keys, min((means[key] for key in keys), default=0.0))
         return means
 
     def planned(self) -> Timeline:
