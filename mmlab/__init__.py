@@ -5,6 +5,7 @@ Importing this module is cheap: no torch, no ipyparallel (they load in the engin
 
 from __future__ import annotations
 
+import importlib
 from typing import Any
 
 from mmlab.errors import CheckpointError, DataError, LabError, MmlabError, PlanError, RunFailed
@@ -23,3 +24,8 @@ def __getattr__(name: str) -> Any:
 
         return getattr(lab, name)
     raise AttributeError(f"module 'mmlab' has no attribute {name!r}")
+
+
+def load_ipython_extension(shell: Any) -> None:
+    """`%load_ext mmlab`: `%mmlab`, `%%rank` and `%%ranks` (`mmlab.magics`, loaded by name: it lies above all else)."""
+    importlib.import_module("mmlab.magics").register(shell)

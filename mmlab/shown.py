@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
+from mmlab.tracking.placement import Placement
 from mmlab.tracking.record import RunRecord
 from mmlab.tracking.traced import MeasuredSchedule
 
@@ -25,6 +26,11 @@ class Shown:
         """A traced step as measured (default: the last one that all ranks traced), beside `plan.schedule()`: its
         timeline, bubble and picture. MmlabError lists the steps there are."""
         return self._record.measured(step)
+
+    def placement(self) -> Placement:
+        """Which rank is where and how it is (alive, waiting, slow, stopped, dead), what it does, and which groups talk
+        to each other with how many bytes a step; a table."""
+        return self._record.placement()
 
     def snapshot(self) -> Any:
         """A still picture of the run: shows as an image in a notebook, as text elsewhere."""
@@ -65,3 +71,8 @@ class Shown:
     def schedule_view(self) -> Any:
         """The pipeline schedule as planned and as measured, step by step; plays."""
         return self._part("schedule_view")
+
+    @property
+    def placement_view(self) -> Any:
+        """Hosts, ranks and the groups among them; what is dead, slow or waiting stands out."""
+        return self._part("placement_view")

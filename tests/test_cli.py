@@ -320,3 +320,29 @@ def test_a_closed_pipe_is_no_error(run: SyntheticRun) -> None:
     )
     os.close(write)
     assert process.stderr == ""
+
+
+def test_checkpoints_are_listed_named_and_deleted(command: Command, run: SyntheticRun, tmp_path: Path) -> None:
+    code, out, _ = command("checkpoints", "last")
+    assert (code, out) == (0, "no checkpoint yet\n")
+    run.checkpoint()
+    run.train(1)
+    run.checkpoint("best", periodic=False, reason="command")
+    code, out, _ = command("checkpoints", "last", "--json", str(tmp_path / "tree.json"))
+    assert code == 0
+    assert "lineage a: the start" in out
+    assert "step-000005-a" in out
+    names = [node.get("name") for node in json.loads((tmp_path / "tree.json").read_text())["nodes"]]
+    assert names == [None, "step-000005-a", "best"]
+    code, out, _ = command("rename-checkpoint", "last", "step-000005-a", "early")
+    assert (code, out) == (0, "checkpoint step-000005-a of step 5 is now early, and kept\n")
+    code, _, err = command("rename-checkpoint", "last", "early", "a/b")
+    assert (code, "is not a name" in err) == (1, True)
+    code, _, err = command("delete-checkpoint", "last", "best")
+    assert (code, "with force" in err) == (1, True)
+    code, out, _ = command("delete-checkpoint", "last", "best", "--force")
+    assert (code, "deleted checkpoint best of step 6" in out) == (0, True)
+    code, _, err = command("compare", "last", "early", "9")
+    assert (code, "no checkpoint at step 9" in err) == (1, True)
+    code, _, err = command("branch", "last", "model.language.hidden=96", "--name", "early")
+    assert (code, "the weights would be another model's" in err) == (1, True)

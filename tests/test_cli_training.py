@@ -92,10 +92,15 @@ def test_run_trains_and_writes_results_and_report(start: Callable[..., Started],
     assert str(report) in out.replace("\n", "")
     assert "as measured" in report.read_text() or "no step was traced" in report.read_text()
     assert gone(pids(Path(results["run"])))
-    code, out, _ = start("restore", results["run"]).end()  # no lab lives: it is started again in one of its own
+    # no lab lives: it is started again in one of its own, here in another layout
+    code, out, _ = start("restore", results["run"], "parallel.pp=1").end()
     assert code == 0
     assert "finished after 6 steps" in out
     assert len(RunRecord(Path(results["run"])).lineages()) == 2
+    assert RunRecord(Path(results["run"])).plan.world_size == 2
+    code, out, _ = start("branch", results["run"], "train.steps=8", "--step", "6").end()
+    assert code == 0
+    assert "finished after 2 steps" in out
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

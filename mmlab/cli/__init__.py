@@ -39,7 +39,7 @@ def main(arguments: list[str] | None = None) -> NoReturn:
 def run_command(arguments: list[str] | None = None) -> int:
     """Run one command; its exit code. Errors of the user are one message on stderr."""
     try:
-        build_app()(arguments)
+        build_app()(arguments, prog_name="mmlab")
     except MmlabError as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         return error.exit_code

@@ -17,6 +17,8 @@ CheckpointStep = Annotated[int | None, typer.Option("--step", help="The step of 
 CheckpointName = Annotated[str, typer.Option("--name", help="The name of the checkpoint.")]
 ACK_TIMEOUT = 60.0
 """Seconds to wait for the step boundary that applies a command."""
+CELL_TIMEOUT = 2.0
+"""The same in a cell (`%mmlab`), which is to return soon."""
 
 
 def register(app: typer.Typer) -> None:
@@ -254,6 +256,15 @@ def _steer(name: str, verb: str, *arguments: Any) -> None:
 
 
 def _print_ack(sent: Sent) -> None:
-    ack = sent.wait(ACK_TIMEOUT)
+    from mmlab.tracking.progress import in_kernel
+    from mmlab.tracking.sent import WaitTimeout
+
+    try:
+        ack = sent.wait(CELL_TIMEOUT if in_kernel() else ACK_TIMEOUT)
+    except WaitTimeout:
+        if not in_kernel():
+            raise
+        console().print(f"{sent}; it goes on meanwhile")
+        return
     note = f" ({ack.message})" if ack.message else ""
     console().print(f"{sent.verb}: applied after step {ack.step} on {len(ack.ranks)} ranks{note}")

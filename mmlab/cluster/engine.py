@@ -1,7 +1,9 @@
 """What runs in an engine: a training thread, and short calls in the main thread, which therefore stays free for cells.
 
 The keeper sends `call(method, *arguments)` through ipyparallel. The one `Engine` of the process lives in the engine's
-user namespace under the name `mmlab_engine`, so a cell can look at it too: `%px mmlab_engine.job`.
+user namespace under the name `mmlab_engine`, so a cell can look at it too: `%px mmlab_engine.job`. Its `session` is the
+live one (`mmlab.train.session.Session`: plan, mesh, `built.part` the model); `%%rank` and `%%ranks` give names to what
+is in it (see `mmlab.cluster.cells`).
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ import socket
 import sys
 import threading
 import traceback
+import weakref
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -30,8 +33,9 @@ if TYPE_CHECKING:
 NAME = "mmlab_engine"
 """Name of the engine's object in its user namespace."""
 WORKER = "mmlab.train.worker"
-"""The module that trains: its `run_worker(job)` returns when the rank has finished or failed, its `open_store(host)`
-opens the rendezvous store and returns (host, port, store)."""
+"""The module that trains: its `run_worker(job, show=...)` calls `show(session)` once there is something to look at, and
+returns when the rank has finished or failed; its `open_store(host)` opens the rendezvous store and returns (host, port,
+store)."""
 
 
 class Engine:
@@ -42,6 +46,7 @@ class Engine:
         self.thread: threading.Thread | None = None
         self.store: Any = None
         self._warming: threading.Thread | None = None
+        self._session: weakref.ref[Any] | None = None
         self._signals: dict[int, Any] = {}
         """What handled SIGTERM and SIGUSR1 before."""
         self._leaving = 0
@@ -86,7 +91,7 @@ class Engine:
 
     def _train(self, job: Job, worker: str, log: RankLog, streams: list[EngineStream]) -> None:
         try:
-            importlib.import_module(worker).run_worker(job)
+            importlib.import_module(worker).run_worker(job, show=self._show)
         except BaseException as error:  # the worker reports its own failures; this is what it could not
             message = f"{type(error).__name__}: {error}"
             failure = Failure(job.rank, f"rank {job.rank}", "start", 0, "exception", message, traceback.format_exc())
@@ -101,6 +106,14 @@ class Engine:
             if self._leaving == signal.SIGTERM:
                 os._exit(128 + signal.SIGTERM)
             self._leaving = 0
+
+    def _show(self, session: Any) -> None:
+        self._session = weakref.ref(session)  # weakly: what a generation held is to be gone after its end
+
+    @property
+    def session(self) -> Any:
+        """What the training thread holds (`mmlab.train.session.Session`); None while none trains."""
+        return self._session() if self._session is not None and self.busy else None
 
     def _hear_signals(self) -> None:
         """From now on a signal that announces the end of the process (Kubernetes, Slurm) is a notice to the run."""

@@ -112,7 +112,8 @@ class EventLog:
             os.close(self._file)
 
 
-def _parse(line: bytes) -> Event | None:
+def parse_event(line: bytes) -> Event | None:
+    """The event of a line; None for one that was cut."""
     try:
         event = json.loads(line)
     except ValueError:
@@ -132,7 +133,7 @@ def read_events(path: Path, offset: int = 0, limit: int = -1) -> tuple[list[Even
     except FileNotFoundError:
         return [], offset
     end = data.rfind(b"\n") + 1
-    events = [event for line in data[:end].splitlines() if (event := _parse(line)) is not None]
+    events = [event for line in data[:end].splitlines() if (event := parse_event(line)) is not None]
     return events, offset + end
 
 

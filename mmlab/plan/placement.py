@@ -30,7 +30,7 @@ def amount(value: float, unit: str = "") -> str:
     return f"{value:.0f} {unit}".strip()
 
 
-def _layers(layout: Layout, place: Place) -> str:
+def held(layout: Layout, place: Place) -> str:
     """What of the model a rank holds, in words."""
     model, beside = layout.plan.model, layout.plan.parallel.projector == "vision"
     encoder = f"encoder 0-{model.vision.layers - 1}" + (", projector" if beside else "")
@@ -52,7 +52,7 @@ def layout_rows(layout: Layout) -> list[list[str]]:
         share = rank_share(layout.plan, layout, place)
         partly = f" ({amount(share.trained)} trained)" if share.frozen else ""
         note = " (frozen)" if share.trained == 0 else partly
-        row = [str(place.rank), str(place.node), place.label, _layers(layout, place)]
+        row = [str(place.rank), str(place.node), place.label, held(layout, place)]
         state = amount(share.state_bytes, "B")
         state += f" + {amount(share.gathered_bytes, 'B')} gathered" if share.gathered_bytes else ""
         state += f" + {amount(share.residual_bytes, 'B')} left out" if share.residual_bytes else ""

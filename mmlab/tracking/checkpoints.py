@@ -133,16 +133,13 @@ def lineages(record: RunRecord) -> list[dict[str, Any]]:
 
     A `parent` that is not one of them is another run's.
     """
-    events = record.events()
+    events, last = record.rare_events(), record.last_steps()
     known = {event["id"]: event for event in events if event["kind"] == "lineage"}
-    last: dict[str, int] = {}
     why: dict[str, str] = {}
     for event in events:
-        lineage = event.get("lineage", "")
-        if event["kind"] == "step":
-            last[lineage] = event["step"]
-        elif event["kind"] in ("restore", "relayout") and lineage not in why | last:  # what it began with
-            why[lineage] = f"restored {event['name']}" if event["kind"] == "restore" else "another layout"
+        if event["kind"] in ("restore", "relayout"):  # the first of a lineage is what it began with
+            said = f"restored {event['name']}" if event["kind"] == "restore" else "another layout"
+            why.setdefault(event["lineage"], said)
     on_the_way = {event["id"] for event in record.lineages()}
     return [
         {
@@ -228,7 +225,7 @@ def delete(record: RunRecord, name: str, force: bool = False) -> dict[str, Any]:
 def _newest_good(record: RunRecord) -> str:
     """The folder of the checkpoint that a recovery would take; empty where there is none."""
     found = [pair for _, pair in rows(record.id, record.checkpoint_location)]
-    for folder, manifest in newest_first(found, record.events()):
+    for folder, manifest in newest_first(found, record.rare_events()):
         if not problem(folder, manifest):
             return str(folder)
     return ""

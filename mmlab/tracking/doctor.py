@@ -7,19 +7,15 @@ may hang, and the kernel that started the run may be dead. Changes nothing about
 from __future__ import annotations
 
 import re
-import socket
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass
 from html import escape
 from pathlib import Path
 
-import psutil
-
-from mmlab.messages.beacon import BeaconState
-from mmlab.messages.files import process_alive
 from mmlab.messages.shared_file import GroupCalls, RankCalls, read_calls
 from mmlab.messages.stacks import Frame, RankStack, ask, read_dump, wait_answers
+from mmlab.tracking.processes import process_state
 from mmlab.tracking.record import ENDED, RunRecord
 
 ANSWERS = 1.5
@@ -188,7 +184,7 @@ def diagnose(record: RunRecord, seconds: float = ANSWERS) -> Diagnosis:
     last = record.last_step()
     idle = now - last["t"] if last is not None and status["state"] not in ENDED else None
     beacons = [beacon for beacon in record.beacons() if status["state"] not in ENDED]
-    processes = {beacon.rank: _process(beacon) for beacon in beacons}
+    processes = {beacon.rank: process_state(beacon) for beacon in beacons}
     able = [beacon.rank for beacon in beacons if processes[beacon.rank] in ("alive", "elsewhere")]
     try:
         answers = wait_answers(record.paths.ranks, able, ask(record.paths.ranks), seconds) if able else {}
@@ -210,20 +206,6 @@ def diagnose(record: RunRecord, seconds: float = ANSWERS) -> Diagnosis:
             groups |= {group.file: group for group in read_calls(beacon.pid)}
     waits = [*_shared_waits(groups.values(), halted), *_counted_waits(answers, groups.values())]
     return Diagnosis(record.id, status["state"], views, sorted(waits, key=lambda w: w.rank), idle)
-
-
-def _process(beacon: BeaconState) -> str:
-    if beacon.done:
-        return "left"
-    if beacon.host != socket.gethostname():
-        return "elsewhere"
-    if not process_alive(beacon.pid, beacon.started):
-        return "gone"
-    try:
-        stopped = psutil.Process(beacon.pid).status() in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP)
-    except psutil.Error:
-        return "gone"
-    return "stopped" if stopped else "alive"
 
 
 def _shared_waits(groups: Iterable[GroupCalls], halted: set[int]) -> Iterable[Wait]:

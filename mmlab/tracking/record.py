@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -27,6 +28,8 @@ from mmlab.tracking import checkpoints
 from mmlab.tracking.bottleneck import Bottleneck
 from mmlab.tracking.compression import CompressionTable
 from mmlab.tracking.ledger import Ledger
+from mmlab.tracking.placement import Placement, Seen
+from mmlab.tracking.rare import Rare
 from mmlab.tracking.traced import MeasuredSchedule, Traces
 from mmlab.tracking.traffic import TrafficTable
 
@@ -48,6 +51,8 @@ class RunRecord:
             raise MmlabError(f"{run_dir} is not the folder of a run: it holds no run.json; `mmlab runs` lists runs")
         self._events: list[Event] = []
         self._offset = 0
+        self._lock = threading.Lock()
+        self._rare = Rare(self.paths.events)
         self._plan: Plan | None = None
         self._plan_file = (0, 0)
         self._host = socket.gethostname()
@@ -77,9 +82,18 @@ class RunRecord:
 
     def events(self) -> list[Event]:
         """All events so far, oldest first."""
-        new, self._offset = read_events(self.paths.events, self._offset)
-        self._events.extend(new)
-        return list(self._events)
+        with self._lock:  # views ask from several threads
+            new, self._offset = read_events(self.paths.events, self._offset)
+            self._events.extend(new)
+            return list(self._events)
+
+    def rare_events(self) -> list[Event]:
+        """All events so far but those of steps, oldest first: cheap also for long runs."""
+        return self._rare.events()
+
+    def last_steps(self) -> dict[str, int]:
+        """The last step of each lineage that has done one."""
+        return self._rare.last()
 
     def beacons(self) -> list[BeaconState]:
         """What each rank of the current generation does, in rank order."""
@@ -88,12 +102,13 @@ class RunRecord:
 
     def lineages(self) -> list[Event]:
         """The current lineage and its ancestors, newest first, as lineage events (id, parent, parent_step)."""
-        return chain(self.events())
+        return chain(self.rare_events())
 
     def metrics(self) -> list[Event]:
         """One dict a step of the current lineage, what it inherits from its ancestors included, by step."""
-        limit = last_steps(self.lineages())
-        steps = (event for event in self._events if event["kind"] == "step")
+        events = self.events()
+        limit = last_steps(chain(events))
+        steps = (event for event in events if event["kind"] == "step")
         kept = [event for event in steps if event["step"] <= limit.get(event["lineage"], -1)]
         by_step = {event["step"]: event for event in kept}
         return [{key: value for key, value in by_step[step].items() if key != "kind"} for step in sorted(by_step)]
@@ -101,6 +116,13 @@ class RunRecord:
     def traffic(self) -> TrafficTable:
         """What the ranks said to each other in the last steps: groups, bytes, time under way and waited for."""
         return TrafficTable(self.plan.layout(), self._in_this_layout())
+
+    def placement(self, state: str = "", steps: list[Event] | None = None) -> Placement:
+        """Where the ranks are and how each of them is. Faces that follow the log give state and last steps."""
+        state = state or self.status()["state"]
+        steps = self._in_this_layout() if steps is None else steps
+        seen = Seen(state, self.beacons(), self.info.get("engines", []), self.failures(), steps)
+        return Placement(self.plan, seen)
 
     def bottleneck(self) -> Bottleneck:
         """What holds the run back, from the times of the last steps."""
@@ -119,7 +141,7 @@ class RunRecord:
         """The steps of the current lineage since the last relayout: earlier ones have other ranks."""
         steps = self.metrics()
         lineages = {event["id"] for event in self.lineages()}
-        moves = [e["step"] for e in self._events if e["kind"] == "relayout" and e["lineage"] in lineages]
+        moves = [e["step"] for e in self.rare_events() if e["kind"] == "relayout" and e["lineage"] in lineages]
         return [event for event in steps if event["step"] > max(moves, default=-1)]
 
     def live_plan(self) -> Plan:
@@ -127,7 +149,7 @@ class RunRecord:
         from mmlab.plan import set_live
 
         values: dict[str, Any] = {}
-        for event in self.events():
+        for event in self.rare_events():
             if event["kind"] == "restore":
                 values |= event["values"]
             elif event["kind"] == "relayout":
@@ -138,11 +160,11 @@ class RunRecord:
 
     def last_step(self) -> Event | None:
         """The newest step event, of any lineage; None before the first step."""
-        return next((event for event in reversed(self._events) if event["kind"] == "step"), None)
+        return self._rare.newest_step()
 
     def last_state(self) -> str:
         """The state that the events give; `status` sees a loss earlier."""
-        return next((event["state"] for event in reversed(self.events()) if event["kind"] == "state"), "queued")
+        return next((event["state"] for event in reversed(self.rare_events()) if event["kind"] == "state"), "queued")
 
     def status(self) -> dict[str, Any]:
         """The state of the run right now.
@@ -151,13 +173,13 @@ class RunRecord:
         "engine", "pid", "host", "alive", "phase", "step"}]}. `alive` is None for ranks of other
         hosts. A run whose ranks left without a word is "failed" from the moment their processes are gone.
         """
-        events = self.events()
+        events = self.rare_events()
         states = [event for event in events if event["kind"] == "state"]
         last = states[-1] if states else {"state": "queued"}
-        lineages = self.lineages()
+        lineages = chain(events)
         return {
             "id": self.id,
-            "step": self._step(events, lineages),
+            "step": self._step(lineages),
             "steps": planned_steps(events, int(self.info.get("steps", 0))),
             "lineage": lineages[0]["id"] if lineages else "",
             **self.present(last["state"], last.get("reason", "")),
@@ -181,7 +203,7 @@ class RunRecord:
         """The kind of the first failure of this generation (`messages.Failure`): "input" when the user's plan or data
         is at fault; empty when nothing failed or nobody could say why."""
         failures = self.failures()
-        last = next((event for event in reversed(self.events()) if event["kind"] == "state"), {})
+        last = next((event for event in reversed(self.rare_events()) if event["kind"] == "state"), {})
         return failures[0].kind if failures else str(last.get("cause", ""))
 
     def stopping(self) -> bool:
@@ -189,7 +211,7 @@ class RunRecord:
         waiting = [read_command(path) for path in self.paths.control.glob("*.json")]
         if any(command is not None and command.verb in ("stop", "abort") for command in waiting):
             return True
-        last = next((e for e in reversed(self.events()) if e["kind"] in ("command", "state")), {"kind": "state"})
+        last = next((e for e in reversed(self.rare_events()) if e["kind"] in ("command", "state")), {"kind": "state"})
         return last["kind"] == "command" and last["verb"] in ("stop", "abort") and bool(last["ok"])
 
     def failures(self) -> list[Failure]:
@@ -247,13 +269,10 @@ class RunRecord:
             "step": beacon.step,
         }
 
-    def _step(self, events: list[Event], lineages: list[Event]) -> int:
+    def _step(self, lineages: list[Event]) -> int:
         """The last finished step of the current lineage."""
-        current = lineages[0]["id"] if lineages else ""
-        for event in reversed(events):
-            if event["kind"] == "step" and event["lineage"] == current:
-                return int(event["step"])
-        return int(lineages[0]["parent_step"]) if lineages else 0
+        last = self.last_steps()
+        return last.get(lineages[0]["id"], int(lineages[0]["parent_step"])) if lineages else last.get("", 0)
 
     @property
     def checkpoint_location(self) -> Location:
@@ -291,7 +310,7 @@ class RunRecord:
             what = name or ("any" if step is None else f"at step {step}")
             raise CheckpointError(f"run {self.id} has no checkpoint {what}; it has: {names}")
         if step is None:
-            first = newest_first([f for _, f in wanted], self.events())[0]
+            first = newest_first([f for _, f in wanted], self.rare_events())[0]
             return next((c, f) for c, f in wanted if f is first)
         ages = {lineage["id"]: age for age, lineage in enumerate(self.lineages())}
         return min(wanted, key=lambda pair: (ages.get(pair[0]["lineage"], len(ages)), -pair[0]["time"]))

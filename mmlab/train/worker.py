@@ -54,6 +54,8 @@ from mmlab.train.spot import SpotWatch
 Fault = Callable[[int, int, str], None]
 """A scripted fault: called with (rank, step, phase) whenever a phase begins."""
 
+Show = Callable[[Session], None]
+"""Called with the session of a rank once it is there, for who wants to look at it while it trains."""
 STORE_TIMEOUT = datetime.timedelta(seconds=120)
 SETTLE = 1.0
 """Seconds in which survivors look for the one that failed first before one of them reports."""
@@ -121,7 +123,7 @@ def set_threads(plan: Plan, layout: Layout, rank: int) -> None:
     torch.set_num_threads(plan.cluster.threads or max(1, (os.cpu_count() or 1) // mates))
 
 
-def run_worker(job: Job, fault: Fault | None = None) -> str:
+def run_worker(job: Job, fault: Fault | None = None, show: Show | None = None) -> str:
     """Do a whole generation of a run on this rank; returns finished, stopped, failed, or moved: the next generation
     takes over in another layout, as `relayout.json` says.
 
@@ -139,7 +141,7 @@ def run_worker(job: Job, fault: Fault | None = None) -> str:
             watch = _watch(plan, paths, job, fault)
             set_threads(plan, plan.layout(), job.rank)
             mesh = build_mesh(plan, plan.layout(), job.rank, _join(job), pick_device(plan, plan.layout(), job.rank))
-            state = _run(plan, paths, mesh, watch, listener, job)
+            state = _run(plan, paths, mesh, watch, listener, job, show)
         except BaseException as error:
             state = _end_early(job, paths, watch, listener, error)
     except Interrupted as late:  # raised by the control thread just when something else had ended the run
@@ -174,7 +176,7 @@ def _join(job: Job) -> dist.Store | None:
     return dist.PrefixStore(f"generation-{job.generation}", store)  # torchrun's store outlives a generation
 
 
-def _run(plan: Plan, paths: RunPaths, mesh: Mesh, watch: Watch, listener: Listener, job: Job) -> str:
+def _run(plan: Plan, paths: RunPaths, mesh: Mesh, watch: Watch, listener: Listener, job: Job, show: Show | None) -> str:
     if job.rank == 0:
         reason = "ranks are connected; opening the data, building the model"
         _emit(paths, "state", state="starting", reason=reason)
@@ -188,6 +190,8 @@ def _run(plan: Plan, paths: RunPaths, mesh: Mesh, watch: Watch, listener: Listen
     spot = None
     try:
         session.start(job.restore)
+        if show is not None:
+            show(session)
         mine = {"rank": job.rank, "role": mesh.place.label, "pid": os.getpid(), "host": socket.gethostname(),
                 "started": process_started(os.getpid())}  # fmt: skip
         found = session.channel.gather([mine, mesh.transports])

@@ -16,6 +16,7 @@ from mmlab.ui.panels.events import Events
 from mmlab.ui.panels.head import Head
 from mmlab.ui.panels.log import Log
 from mmlab.ui.panels.phases import Phases
+from mmlab.ui.panels.placement import PlacementPanel
 from mmlab.ui.panels.samples import Samples
 from mmlab.ui.panels.schedule import SchedulePanel
 from mmlab.ui.part import PERIOD, Part
@@ -31,12 +32,13 @@ PARTS: Mapping[str, tuple[str, tuple[Make, ...]]] = {
     "samples_view": ("Samples of a run", (Samples,)),
     "log_view": ("Log of a run", (Log,)),
     "schedule_view": ("Pipeline schedule of a run", (SchedulePanel,)),
+    "placement_view": ("Placement of a run", (PlacementPanel,)),
     "checkpoint_view": ("Checkpoints of a run", (Checkpoints,)),
 }
 """Parts of the dashboard that stand alone, by the attribute of `mmlab.lab.Run`: label, panels."""
 OVERVIEW: tuple[Make, ...] = (Head, Controls, Charts, Phases, Events)
 """What the dashboard shows at once; in sight when it opens."""
-TABS: tuple[Make, ...] = (SchedulePanel, Checkpoints, Compression, Samples, Log)
+TABS: tuple[Make, ...] = (SchedulePanel, PlacementPanel, Checkpoints, Compression, Samples, Log)
 """What it shows when asked."""
 
 

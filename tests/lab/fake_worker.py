@@ -152,8 +152,10 @@ class Rank:
             log.close()
 
 
-def run_worker(job):
+def run_worker(job, show=None):
     rank = Rank(job)
+    if show is not None:
+        show(rank)
     try:
         rank.run()
     except ValueError as error:

@@ -10,7 +10,7 @@ import pytest
 from mmlab.errors import MmlabError, PlanError
 from mmlab.messages import Beacon, EventLog, Failure, write_failure, write_json
 from mmlab.messages.runs import create_run, runs_root
-from mmlab.tracking import RunRecord, list_runs
+from mmlab.tracking import RunRecord, list_runs, rare
 
 
 @pytest.fixture
@@ -289,3 +289,31 @@ def test_a_run_whose_folder_cannot_be_written_does_not_start(paths, log):
     paths.events.mkdir()
     with pytest.raises(MmlabError, match="cannot be written"):
         next_generation(record, {"root": "lab", "host": "here"})
+
+
+def test_steps_are_counted_without_being_kept(paths, log, monkeypatch):
+    monkeypatch.setattr(rare, "READ", 200)
+    log.emit("lineage", id="a", parent="", parent_step=0, step=0)
+    for step in range(1, 30):
+        log.emit("step", step=step, loss=1.0 / step)
+    log.emit("eval", step=29, loss=1.0)
+    record = RunRecord(paths.root)
+    assert [event["kind"] for event in record.rare_events()] == ["state", "lineage", "eval"]
+    assert (record.last_steps(), record.status()["step"], record.last_step()["loss"]) == ({"a": 29}, 29, 1.0 / 29)
+    with open(paths.events, "a") as file:
+        file.write('{"kind": "step", "lineage": "b", "step": 7, "t": 1.0}\n{"kind": "eval", "cut')
+    assert record.last_steps() == {"a": 29, "b": 7}
+    log.emit("warning", step=29, message="after a cut line")
+    assert record.last_step()["step"] == 7
+
+
+def test_events_are_read_once_from_whatever_thread(paths, log):
+    record = RunRecord(paths.root)
+    for step in range(200):
+        log.emit("step", step=step, loss=1.0)
+    threads = [threading.Thread(target=record.events) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(record.events()) == 201

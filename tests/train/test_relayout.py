@@ -9,6 +9,7 @@ from mmlab.messages import RunPaths, new_command, send
 from mmlab.messages.moves import memory_folders, read_move
 from mmlab.messages.runs import take_over_move
 from mmlab.plan import Plan
+from mmlab.tracking import checkpoints
 from mmlab.tracking.record import RunRecord
 
 STEPS = 7
@@ -137,3 +138,30 @@ def test_a_rank_that_fails_while_groups_are_made_leaves_none_in_the_others(pool,
     pool.grow(plan.world_size)
     states = pool.run("train_functions:broken_mesh", str(paths.root), ranks=plan.world_size, timeout=90)
     assert states == [("failed", "finished")] * plan.world_size
+
+
+@pytest.mark.slow
+def test_back_to_a_checkpoint_and_into_another_layout_in_one_command(pool, shards, plain, tmp_path):
+    run = begin(pool, make_plan(shards, f"train.steps={STEPS}"), tmp_path / "run")
+    run.do("step", n=2)
+    run.wait_step(2)
+    assert run.do("checkpoint", name="two").ok
+    run.do("step", n=2)
+    run.wait_step(4)
+    ack = run.do("restore", name="two", changes={"data.lanes": 4})
+    assert not ack.ok
+    assert "data.lanes stays 8" in ack.message
+    assert len(run.events("lineage")) == 1  # nothing was loaded
+    ack = run.do("restore", name="two", step=2, changes={"parallel.tp": 2, "parallel.pp": 1})
+    assert ack.message.startswith("restored two (step 2); another layout: parallel.tp 1 -> 2")
+    run = go_on(pool, run)
+    run.do("resume")
+    assert set(run.join()) == {"finished"}
+    record = RunRecord(run.paths.root)
+    assert {row["step"]: row["loss"] for row in record.metrics()} == pytest.approx(plain, rel=1e-5)
+    assert record.ledger().ok, record.ledger().problems
+    assert [lineage["why"] for lineage in checkpoints.lineages(record)] == [
+        "the start",
+        "restored two",
+        "another layout",
+    ]

@@ -13,6 +13,7 @@ from live import LiveRun, make_plan
 
 from mmlab.cluster.pool import RankPool
 from mmlab.messages import EventLog, read_events
+from mmlab.tracking import checkpoints
 from mmlab.tracking.record import RunRecord
 from mmlab.train import rng
 from mmlab.train.saves import steered
@@ -102,6 +103,25 @@ def test_damaged_checkpoints_are_passed_over_or_refused_by_name(pool, shards, tm
     lost = LiveRun(pool, plan, tmp_path / "run", generation=6, restore=second)
     assert lost.join() == ["failed"] * 3
     assert "refers to the frozen vision" in lost.events("state")[-1]["reason"]
+
+
+@pytest.mark.slow
+def test_a_periodic_one_that_was_named_does_not_stand_for_the_last(pool, shards, tmp_path):
+    """What a run saved at this step may have another name by now, or be gone: it saves again at its end."""
+    plan = make_plan(shards, "checkpoint.every_steps=2", "checkpoint.at_end=true", "train.steps=50")
+    run = LiveRun(pool, plan, tmp_path / "run")
+    run.do("pause")
+    step = max((event["step"] for event in run.events("step")), default=0)
+    run.do("step", n=2 - step % 2)
+    run.wait_for(lambda: [e for e in run.events("checkpoint") if e["step"] > step])
+    run.paths.run.write_text("{}")
+    record = RunRecord(tmp_path / "run")
+    old = record.checkpoints()[-1]
+    checkpoints.rename(record, old["name"], "mine")
+    run.do("stop")
+    assert run.join() == ["stopped"] * 3
+    rows = [row for row in record.checkpoints() if row["step"] == old["step"]]
+    assert {row["name"] for row in rows} == {old["name"], "mine"}
 
 
 @pytest.mark.slow

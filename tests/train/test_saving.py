@@ -13,6 +13,7 @@ import torch
 from mmlab.errors import CheckpointError, DamagedError
 from mmlab.messages.checkpoints import FROZEN, MANIFEST, newest_first
 from mmlab.messages.locations import Location
+from mmlab.tracking.checkpoints import write_manifest
 from mmlab.train.checkpoint.catalog import Retention, candidates, find, parts, read_manifest
 from mmlab.train.checkpoint.state import Staging
 
@@ -191,3 +192,29 @@ def test_memory_is_used_again_by_the_next_copy():
     assert second["a"].data_ptr() == address
     assert second.keys() == {"a"}
     assert torch.equal(second["a"], state["a"])
+
+
+def test_one_that_was_given_a_name_meanwhile_is_kept(tmp_path, monkeypatch):
+    """Between the look and the removal lies the time in which checksums are read."""
+    for step in (1, 2):
+        saved(tmp_path, step)
+    retention, one = Retention(Location(tmp_path)), Location(tmp_path) / "step-1"
+
+    def named(found):
+        monkeypatch.undo()
+        write_manifest(one, read_manifest(one) | {"given": "mine", "periodic": False})
+        return True
+
+    monkeypatch.setattr(retention, "good", named)
+    assert retention.prune(1, 0) == []
+    assert saving_functions.whole(find(tmp_path, name="mine"), 1)
+    assert retention.prune(1, 0) == []
+
+
+def test_a_name_that_was_given_is_found_and_the_old_one_is_free(tmp_path):
+    saved(tmp_path, 1, name="best", periodic=False)
+    write_manifest(Location(tmp_path) / "best", read_manifest(tmp_path / "best") | {"given": "first"})
+    saved(tmp_path, 2, name="best", periodic=False)
+    assert Retention(Location(tmp_path)).prune(0, 0) == []
+    assert read_manifest(find(tmp_path, name="best"))["step"] == 2
+    assert read_manifest(find(tmp_path, name="first"))["step"] == 1

@@ -8,20 +8,28 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import os
 import random
+import socket
 import sys
 import threading
 import time
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 from PIL import Image, ImageDraw
 
+from mmlab.lab import Run
 from mmlab.messages import PHASES, Ack, Beacon, EventLog, Inbox, new_command, send
 from mmlab.messages.checkpoints import seal
+from mmlab.messages.failures import Failure, write_failure
+from mmlab.messages.files import process_started
 from mmlab.messages.runs import create_run
 from mmlab.plan import Plan
 from mmlab.plan.simulate import estimated_costs
+from mmlab.tracking.doctor import Diagnosis, diagnose
+from mmlab.tracking.record import RunRecord
 from mmlab.tracking.sent import Sent
 
 SHARES = {
@@ -53,15 +61,45 @@ class SyntheticRun:
     def dir(self) -> Path:
         return self.paths.root
 
+    def host(self, node: int) -> str:
+        """The name of a node: another host than this one, so that nobody looks for its processes."""
+        return f"node-{node}" if self.plan.cluster.ranks_per_node else "here"
+
     def start(self) -> None:
         self.events.emit("state", state="starting", step=0, reason="")
         self.beacons = [
-            Beacon(self.paths.ranks / f"rank-{place.rank}.beacon", place.rank, place.label, "here", 0)
+            Beacon(self.paths.ranks / f"rank-{place.rank}.beacon", place.rank, place.label, self.host(place.node), 0)
             for place in self.places
         ]
         self.events.emit("lineage", id="a", parent="", parent_step=0, step=0)
         ranks = [{"rank": place.rank, "role": place.label} for place in self.places]
         self.events.emit("state", state="running", step=0, reason="", ranks=ranks)
+
+    def lose(self, rank: int) -> None:
+        """The process of a rank is gone, as the ranks left or the keeper find it."""
+        failure = Failure(rank, self.places[rank].label, "forward", self.step, "lost", "its process ended")
+        write_failure(self.paths.failures, 0, failure)
+
+    def kill(self, rank: int) -> None:
+        """The beacon of a rank names a process of this host that is no more; nobody has noticed."""
+        self._as(rank, socket.gethostname(), 2**22 + 1)
+
+    def live_here(self, *ranks: int) -> None:
+        """These ranks are processes of this host (this one), whose life can be seen."""
+        for rank in ranks:
+            self._as(rank, socket.gethostname(), os.getpid())
+
+    def _as(self, rank: int, host: str, pid: int) -> None:
+        beacon = self.beacons[rank]
+        beacon._fixed = (*beacon._fixed[:2], pid, process_started(pid))
+        beacon._tail = (beacon._tail[0], host.encode())
+        beacon.update("forward", 0)
+
+    def stall(self, seconds: float, phases: dict[int, str]) -> None:
+        """Ranks have been in these phases for so long."""
+        with patch("mmlab.messages.beacon.time.time", return_value=time.time() - seconds):
+            for rank, phase in phases.items():
+                self.beacons[rank].update(phase, 1)
 
     def train(self, steps: int) -> None:
         for _ in range(steps):
@@ -78,12 +116,22 @@ class SyntheticRun:
             tokens_per_s=900 / seconds, images_per_s=16 / seconds, data_wait=0.004, data_queue=2, lr=lr,
             grad_norm=norms, grad_norm_total=math.hypot(*norms.values()),
             phases=[self._phases(place, seconds) for place in self.places],
-            traffic={"vision": [50_000]}, communication={"vision": {"seconds": 0.01, "exposed": 0.004}},
+            traffic=self._traffic(), communication={"vision": {"seconds": 0.01, "exposed": 0.004}},
             compression={"vision": self._coded()},
         )  # fmt: skip
         for beacon in self.beacons:
             beacon.step = self.step
             beacon.update("forward", 0)
+
+    def _traffic(self) -> dict[str, list[int]]:
+        """Bytes of each group of the axes that the plan uses."""
+        layout = self.plan.layout()
+        sizes = {"tp": 1_400_000, "pp": 260_000, "tokens": 64_000, "vision": 25_000, "language": 890_000}
+        return {
+            axis: [size * len(group) for group in layout.groups(axis)]
+            for axis, size in sizes.items()
+            if layout.groups(axis)
+        }
 
     def _coded(self) -> dict[str, Any]:
         """How the step's gradients were compressed; with `error`, that is measured in this one step."""
@@ -211,6 +259,18 @@ class InboxRun:
         command = new_command(verb, args, source="test")
         send(self.dir / "control", command)
         return Sent(verb, command.id, self.dir / "control")
+
+    def doctor(self) -> Diagnosis:
+        return diagnose(RunRecord(self.dir), seconds=0.2)
+
+    def lineages(self) -> list[dict[str, Any]]:
+        return Run(self.dir).lineages()
+
+    def checkpoints(self) -> list[dict[str, Any]]:
+        return Run(self.dir).checkpoints()
+
+    def branches(self) -> list[dict[str, Any]]:
+        return Run(self.dir).branches()
 
     def pause(self) -> Sent:
         return self._send("pause")

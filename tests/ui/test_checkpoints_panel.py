@@ -13,6 +13,7 @@ import pytest
 
 from mmlab.errors import CheckpointError
 from mmlab.lab import Run
+from mmlab.tracking.tree import CheckpointTree
 from mmlab.ui.dashboard import part
 from mmlab.ui.panels.checkpoints import MOST, Checkpoints, changes_of
 from mmlab.ui.source import RunSource
@@ -93,7 +94,7 @@ def test_a_location_that_does_not_answer_holds_nothing_up(
 
 def test_thousands_of_rows_are_bounded(panel: Checkpoints) -> None:
     frame(panel)
-    panel._listing.tree.nodes *= 200
+    panel._listing.tree = CheckpointTree(panel._listing.tree.nodes * 200)
     panel._listing._next = float("inf")
     found = panel.frame()
     assert (len(found["nodes"]), found["left_out"]) == (MOST, 7 * 200 - MOST)

@@ -62,8 +62,10 @@ class Listing:
         began = time.monotonic()
         try:
             self.tree, self.problem = CheckpointTree.of(self.run), ""
-        except (MmlabError, OSError) as error:
+        except MmlabError as error:
             self.problem = str(error)
+        except Exception as error:  # a location may answer with anything; the page says it, and the thread ends well
+            self.problem = f"{type(error).__name__}: {error}"
         finally:
             now = time.monotonic()
             with self._lock:
@@ -84,6 +86,7 @@ class Checkpoints(RunPanel):
         super().__init__(source)
         self._listing = Listing(source.run)
         self._seen: Any = None
+        self._rows: tuple[Any, list[dict[str, Any]]] = (None, [])
 
     def frame(self) -> dict[str, Any]:
         """The rows of the tree (the newest MOST), why it cannot be read, state, and the last answers to commands."""
@@ -97,14 +100,20 @@ class Checkpoints(RunPanel):
         return {
             "run": self.feed.paths.root.name,
             "state": self.feed.state,
-            "step": self.feed.step,
             "listed": self._listing.looked.is_set(),
             "problem": self._listing.problem,
-            "nodes": [_slim(node) for node in nodes[-MOST:]],
+            "nodes": self._slimmed(),
             "left_out": max(0, len(nodes) - MOST),
             "answers": [[e.get("id"), bool(e.get("ok")), event_text(e)] for e in commands],
             "went_back": next((event_text(e) for e in reversed(self.feed.recent) if e["kind"] == "restore"), ""),
         }
+
+    def _slimmed(self) -> list[dict[str, Any]]:
+        """The rows, made once for each look."""
+        if self._rows[0] is not self._listing.tree:
+            tree = self._listing.tree
+            self._rows = tree, [_slim(node) for node in tree.nodes[-MOST:]]
+        return self._rows[1]
 
     def handle(self, verb: str, args: dict[str, Any]) -> Any:
         """What a button asks: the outcome in words, or of details and comparisons all there is to show."""

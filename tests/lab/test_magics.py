@@ -1,0 +1,156 @@
+"""`%load_ext mmlab`: words of the command line, and cells on live ranks, on real engines from a real kernel."""
+
+import time
+
+import pytest
+from IPython.core.interactiveshell import InteractiveShell
+from lab_helpers import assert_ended, eventually, processes
+from test_kernel import Kernel
+
+from mmlab import Plan
+from mmlab.cluster.asking import engines_of, parse_ranks
+from mmlab.cluster.cells import names_of, offered
+from mmlab.errors import LabError, MmlabError
+from mmlab.lab import Lab
+from mmlab.magics import LabMagics, overview, takes_run
+
+
+@pytest.fixture
+def magics(place, tmp_path, monkeypatch):
+    monkeypatch.setenv("JUPYTER_RUNTIME_DIR", str(tmp_path / "runtime"))
+    monkeypatch.setenv("MMLAB_RUNS", str(tmp_path / "runs"))
+    return LabMagics(InteractiveShell())
+
+
+def test_ranks_are_read_as_written():
+    assert parse_ranks("") is None
+    assert parse_ranks("all") is None
+    assert parse_ranks("2") == [2]
+    assert parse_ranks("0-2, 5,1") == [0, 1, 2, 5]
+    for bad in ("x", "2-1", "1,", "-1", "1.5"):
+        with pytest.raises(LabError, match="names no ranks"):
+            parse_ranks(bad)
+    assert engines_of([4, 7], None) == {0: 4, 1: 7}
+    with pytest.raises(LabError, match="there is no rank 2; there are 2"):
+        engines_of([4, 7], [2])
+
+
+def test_a_cell_leaves_nothing_of_a_generation_behind():
+    session, own = object(), object()
+    namespace = {"model": "mine", "kept": 1}
+    with offered(namespace, {"model": session, "plan": session, "rank": 3}):
+        assert namespace == {"model": session, "plan": session, "rank": 3, "kept": 1}
+        namespace["plan"] = own
+    assert namespace == {"model": "mine", "kept": 1, "plan": own}
+    assert names_of(None) == {}
+
+
+def test_commands_know_whether_they_take_a_run():
+    assert all(takes_run(word) for word in ("show", "pause", "resume", "step", "set", "checkpoint", "restore", "stop"))
+    assert all(takes_run(word) for word in ("abort", "doctor", "diagnose", "relayout", "compress", "traffic"))
+    assert not any(takes_run(word) for word in ("runs", "labs", "check", "nothing"))
+    words = overview()
+    assert "  status " in words
+    assert "  pause " in words
+    assert "%%ranks --help" in words
+
+
+def test_errors_are_one_message_and_help_costs_nothing(magics, capsys):
+    for line, message in (
+        ("run quickstart", r"would hold this cell until its end; in a notebook there is lab.train\(plan\)"),
+        ("pause", "no run yet in "),
+        ("--lab", "--lab takes a name"),
+        ("'", "No closing quotation"),
+        ("frob", "%mmlab frob did not succeed"),
+    ):
+        with pytest.raises(MmlabError, match=message):
+            magics.mmlab(line)
+    with pytest.raises(MmlabError, match="no lab lives"):
+        magics.ranks("", "1")
+    capsys.readouterr()
+    for text in ("--help", "pause --help", "status --help"):
+        magics.mmlab(text)
+        assert "mmlab" in capsys.readouterr().out
+    magics.rank("--help", "1")
+    assert "the rank, such as 2" in capsys.readouterr().out
+    magics.ranks("-h", "1")
+    assert "--between" in capsys.readouterr().out
+    magics.mmlab("status")
+    assert "no live labs\nno run yet in " in capsys.readouterr().out
+    magics.mmlab("runs")
+    assert "no runs in" in capsys.readouterr().out
+
+
+@pytest.fixture(scope="module")
+def trained(place, tmp_path_factory):
+    """A kernel with the extension, and a run of three ranks on engines of its own."""
+    patch = pytest.MonkeyPatch()
+    patch.setenv("JUPYTER_RUNTIME_DIR", str(tmp_path_factory.mktemp("magics")))
+    lab = Lab(engines=3)
+    kernel = None
+    try:
+        kernel = Kernel()
+        loaded = kernel.run("%load_ext mmlab")
+        assert loaded["error"] == []
+        run = lab.train(Plan.preset("laptop").with_("train.steps=100000"))
+        run.wait(step=2, timeout=150, progress=False)
+        yield kernel, lab, run
+    finally:
+        if kernel is not None:
+            kernel.close()
+        pids = processes(lab)
+        lab.close()
+        patch.undo()
+        assert_ended(pids)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_cells_on_live_ranks(trained):
+    kernel, _, run = trained
+    shown = kernel.run("%%ranks\nprint('at', role)\nsum(p.numel() for p in model.parameters()) > 1000")
+    assert shown["error"] == []
+    assert sorted(shown["text"].splitlines()) == [
+        "[0] True", "[0] at vision 0", "[1] True", "[1] at stage 0 tp 0", "[2] True", "[2] at stage 1 tp 0",
+    ]  # fmt: skip
+    early = kernel.run("%%rank 1\nimport time\nprint('early')\ntime.sleep(30)", until="[1] early", timeout=20)
+    assert early["error"] == ["interrupted the cell on rank 1; the run goes on"]
+    step = run.status()["step"]
+    run.wait(step=step + 2, timeout=60, progress=False)
+    assert run.status()["state"] == "running"
+    assert kernel.run("%%rank 1\nkept = rank\n'model' in dir()")["text"] == "[1] True\n"
+    failed = kernel.run("%%ranks 0-1\nkept + 1")
+    assert failed["text"] == "[1] 2\n"
+    assert failed["error"] == ["rank 0: NameError: name 'kept' is not defined\n  cell line 1: kept + 1"]
+    assert (
+        kernel.run("%%rank 0\nfrom IPython.display import HTML, display\ndisplay(HTML('<b>7</b>'))")["html"]
+        == "<b>7</b>"
+    )
+    steps = kernel.run("%%ranks --between\nstep")["text"].splitlines()
+    assert len({line.split()[1] for line in steps}) == 1
+    eventually(lambda: run.status()["state"] == "running")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_busy_engines_and_words_of_the_command_line(trained):
+    kernel, lab, run = trained
+    client = lab.view.client
+    client.direct_view(lab.view.targets[2]).execute("import time; time.sleep(6)", block=False)
+    began = time.monotonic()
+    busy = kernel.run("%%ranks --timeout 1\nrank")
+    assert time.monotonic() - began < 5
+    assert sorted(busy["text"].split("\n")) == ["", "[0] 0", "[1] 1"]
+    assert busy["error"][0].startswith("rank 2: does not answer")
+    assert "applied after step" in kernel.run("%mmlab pause")["text"]
+    assert run.status()["state"] == "paused"
+    assert "set: applied after step" in kernel.run("%mmlab set train.language.lr=2e-4")["text"]
+    assert "paused, step" in kernel.run("%mmlab status")["text"]
+    assert "step: applied" in kernel.run("%mmlab --run last step 2")["text"]
+    eventually(lambda: run.status()["state"] == "paused")
+    refused = kernel.run("%mmlab relayout data.seed=4")
+    assert refused["error"] == ["%mmlab relayout did not succeed (exit code 1); its message is above"]
+    assert "a run that goes on keeps its model" in refused["text"]
+    assert "stop: " in kernel.run(f"%mmlab stop {run.id}")["text"]
+    run.wait(timeout=30, progress=False)
+    assert kernel.run("%%rank 0\nrank, 'model' in dir()")["text"] == "[0] (0, False)\n"
