@@ -23,6 +23,7 @@ from mmlab.errors import LabError, MmlabError, PlanError
 from mmlab.messages import Command, read_json
 from mmlab.messages.runs import create_run, runs_root
 from mmlab.plan import Plan, check_platform
+from mmlab.plan.tables import html_table
 from mmlab.shown import Shown
 from mmlab.tracking.bottleneck import Bottleneck
 from mmlab.tracking.compression import CompressionTable
@@ -360,6 +361,13 @@ class Lab:
         job = f", job {status['job']}" if status["job"] else ""
         reason = f": {status['reason']}" if status["reason"] else ""
         return f"<Lab {self.id}: {status['state']}, {status['ready']} of {status['engines']} engines{job}{reason}>"
+
+    def _repr_html_(self) -> str:
+        status = self.status()
+        rows = [[name, str(status[name])] for name in ("state", "job", "reason") if status[name]]
+        rows.append(["engines", f"{status['ready']} of {status['engines']} up"])
+        rows.append(["newest run", repr(self.run) if self.run is not None else "none yet: lab.train(plan)"])
+        return html_table(["lab", self.id], rows)
 
 
 def _teach_shell() -> None:

@@ -5,18 +5,37 @@ from __future__ import annotations
 from dataclasses import dataclass
 from itertools import groupby
 
+from mmlab.plan.activations import activation_bytes
 from mmlab.plan.layout import Layout, Place
+from mmlab.plan.schedule import build_schedule
 from mmlab.plan.schema import Plan
 from mmlab.plan.sizes import Share, rank_share
 from mmlab.plan.tables import html_table, text_table
 
+MOST_PLAYED = 8_000
+"""Ranks x microbatches x chunks up to which activations are computed: 0.2 s there (vlm-70b's 2,688 take 0.07)."""
+ESTIMATE = (
+    "Activations are the most that blocks, projector, output layer and loss keep for backward at once, by the "
+    "schedule, with full sequences and weights in lower precision included; frozen modules and short samples keep less."
+)
+NO_ESTIMATE = "Activations are not counted: the plan has problems, or more microbatches than are played through here."
 NOT_COUNTED = (
-    "Not counted: activations (most of the memory with long sequences or large microbatches, less with "
-    "train.activation_checkpointing), copies in lower precision, buckets and buffers, decoded images, and Python with "
-    "torch itself (about 0.3 GB a process)."
+    "Not counted: what an op needs only while it runs, buckets and buffers of communication, decoded images, adapters' "
+    "activations, and Python with torch itself (about 0.3 GB a process)."
 )
 _DEEPSPEED = "DeepSpeed shares out and offloads by itself; these are the figures without that."
-_HEADERS = ("ranks", "what", "parameters", "weights", "gradients", "optimizer", "gathered", "left out", "sum")
+_HEADERS = (
+    "ranks",
+    "what",
+    "parameters",
+    "weights",
+    "gradients",
+    "optimizer",
+    "gathered",
+    "left out",
+    "activations",
+    "sum",
+)
 
 
 @dataclass(frozen=True)
@@ -33,11 +52,18 @@ class Held:
     """Weights and gradients that zero2 and zero3 hold whole besides while a step computes, at most."""
     residual: float
     """What compression with error feedback has left out."""
+    activations: float | None
+    """What forward keeps for backward at most; None where that is not known."""
+
+    @property
+    def state(self) -> tuple[float, float, float, float, float]:
+        """Weights, gradients, optimizer, gathered, residual."""
+        return self.weights, self.gradients, self.optimizer, self.gathered, self.residual
 
     @property
     def total(self) -> float:
         """All of it."""
-        return self.weights + self.gradients + self.optimizer + self.gathered + self.residual
+        return sum(self.state) + (self.activations or 0.0)
 
 
 class Memory:
@@ -45,14 +71,18 @@ class Memory:
 
     def __init__(self, plan: Plan) -> None:
         layout = Layout(plan)
-        shares = [(_what(layout, place), rank_share(plan, layout, place), place.rank) for place in layout.places]
-        grouped = groupby(sorted(shares, key=lambda one: one[0]), key=lambda one: one[:2])
-        self.rows = sorted(
-            (_held(what, share, [one[2] for one in some]) for (what, share), some in grouped), key=_first
-        )
+        activations = _activations(plan, layout)
+        shares = [
+            (_what(layout, place), rank_share(plan, layout, place), kept, place.rank)
+            for place, kept in zip(layout.places, activations, strict=True)
+        ]
+        grouped = groupby(sorted(shares, key=lambda one: one[0]), key=lambda one: one[:3])
+        rows = [_held(what, share, kept, [one[3] for one in some]) for (what, share, kept), some in grouped]
+        self.rows = sorted(rows, key=lambda row: row.ranks[0])
         """Ranks that hold the same, by their first rank."""
-        self.notes = [NOT_COUNTED] if plan.parallel.engine == "native" else [_DEEPSPEED, NOT_COUNTED]
-        """What the figures leave out, in sentences."""
+        known = NO_ESTIMATE if None in activations else ESTIMATE
+        self.notes = [*([] if plan.parallel.engine == "native" else [_DEEPSPEED]), known, NOT_COUNTED]
+        """What the figures are and leave out, in sentences."""
 
     @property
     def largest(self) -> Held:
@@ -62,10 +92,7 @@ class Memory:
     def _rows(self) -> list[list[str]]:
         return [
             [ranks_text(row.ranks), row.what, f"{row.parameters:,}"]
-            + [
-                bytes_text(count)
-                for count in (row.weights, row.gradients, row.optimizer, row.gathered, row.residual, row.total)
-            ]
+            + [bytes_text(count) for count in (*row.state, row.activations, row.total)]
             for row in self.rows
         ]
 
@@ -79,8 +106,14 @@ class Memory:
         return html_table(_HEADERS, self._rows()) + "".join(f"<p>{note}</p>" for note in self.notes)
 
 
-def _first(row: Held) -> int:
-    return row.ranks[0]
+def _activations(plan: Plan, layout: Layout) -> list[float | None]:
+    """By rank; unknown where the plan is too large to be played, or broken."""
+    if layout.world_size * plan.parallel.microbatches * plan.parallel.chunks_per_rank <= MOST_PLAYED:
+        try:
+            return [*activation_bytes(plan, layout, build_schedule(plan).ops)]
+        except (ArithmeticError, LookupError, ValueError, RuntimeError):
+            pass
+    return [None] * layout.world_size
 
 
 def _what(layout: Layout, place: Place) -> str:
@@ -90,7 +123,7 @@ def _what(layout: Layout, place: Place) -> str:
     return f"stage {place.pp}" + (" and encoder" if place.vision >= 0 else "")
 
 
-def _held(what: str, share: Share, ranks: list[int]) -> Held:
+def _held(what: str, share: Share, activations: float | None, ranks: list[int]) -> Held:
     weights, gradients, optimizer = (
         sum(getattr(piece, f"{kind}_bytes") for piece in share.pieces) for kind in ("weight", "gradient", "optimizer")
     )
@@ -103,6 +136,7 @@ def _held(what: str, share: Share, ranks: list[int]) -> Held:
         optimizer,
         share.gathered_bytes,
         share.residual_bytes,
+        activations,
     )
 
 
@@ -117,8 +151,10 @@ def ranks_text(ranks: tuple[int, ...]) -> str:
     return ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in runs)
 
 
-def bytes_text(count: float) -> str:
-    """Bytes in three digits: 1.2 GB, 34 MB; a dash for none."""
+def bytes_text(count: float | None) -> str:
+    """Bytes in three digits: 1.2 GB, 34 MB; a dash for none, "?" for what is not known."""
+    if count is None:
+        return "?"
     for name, size in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
         if count >= size:
             return f"{count / size:.3g} {name}"

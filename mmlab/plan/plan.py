@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import os
 from collections.abc import Mapping
+from html import escape
 from pathlib import Path
 from typing import Any, Self
 
@@ -81,3 +82,10 @@ class Plan(schema.Plan):
         """A form that starts from this plan (`mmlab.ui.form.Form`); its `plan` is what it stands at. With a lab it can
         train it. Views lie above: this one is loaded by name."""
         return importlib.import_module("mmlab.ui.form").Form(self, lab)
+
+    def _repr_mimebundle_(self, **_: Any) -> dict[str, str]:
+        """In a cell: what differs from the defaults, as a table."""
+        changes = io.diff(type(self)(), self)
+        line = f"{self.name}: {self.world_size} ranks; what differs from the defaults (plan.dumps() has every field):"
+        html = f"<p>{escape(line)}</p>{changes._repr_html_()}"
+        return {"text/plain": f"{line}\n\n{changes}", "text/html": html}

@@ -21,10 +21,11 @@ def vision_parameters(config: VisionConfig) -> int:
     width, clip = config.hidden, config.family == "clip"
     patches = width * 3 * config.patch_size**2 + (0 if clip else width)
     positions = (config.tokens_per_tile + clip) * width + (width if clip else 0)
-    return patches + positions + config.layers * _vision_block(config) + 2 * width
+    return patches + positions + config.layers * vision_block_parameters(config) + 2 * width
 
 
-def _vision_block(config: VisionConfig) -> int:
+def vision_block_parameters(config: VisionConfig) -> int:
+    """Parameters of one block of the encoder."""
     width, mlp = config.hidden, config.mlp_width
     return 4 * (width * width + width) + 2 * width * mlp + mlp + width + 4 * width
 
@@ -140,7 +141,7 @@ def rank_share(plan: Plan, layout: Layout, place: Place) -> Share:
     """The part of the model that a rank holds."""
     pieces = []
     if place.vision >= 0:
-        layers, block = plan.model.vision.layers, _vision_block(plan.model.vision)
+        layers, block = plan.model.vision.layers, vision_block_parameters(plan.model.vision)
         adapters = layers * lora.parameters(plan, "vision")
         pieces.append(_piece(plan, "vision", vision_parameters(plan.model.vision), adapters, block))
     if place.role == "language":
@@ -227,7 +228,7 @@ def _encoder_flops(plan: Plan, layout: Layout) -> tuple[float, float]:
     p, config = plan.parallel, plan.model.vision
     images = plan.microbatch_size * min(p.encoder_batch, p.microbatches) * p.dp / max(1, len(layout.vision_ranks))
     images, tokens = images * most_tiles(plan), config.tokens_per_tile
-    encode = config.layers * (2 * tokens * _vision_block(config) + 4 * tokens**2 * config.hidden)
+    encode = config.layers * (2 * tokens * vision_block_parameters(config) + 4 * tokens**2 * config.hidden)
     beside = plan.parallel.projector == "vision"
     return images * encode, images * 2 * tokens * projector_parameters(plan) if beside else 0.0
 

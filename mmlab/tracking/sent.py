@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
+from html import escape
 from pathlib import Path
 
 from mmlab.errors import MmlabError
@@ -62,3 +63,6 @@ class Sent:
         if not ack.ok:
             return f"{self.verb}: refused: {ack.message}"
         return f"{self.verb}: applied after step {ack.step}{', ' + ack.message if ack.message else ''}"
+
+    def _repr_html_(self) -> str:
+        return f"<p>{escape(repr(self))}</p>"

@@ -14,7 +14,7 @@ from mmlab.plan.draft import MOST_CHECKED, Draft
 from mmlab.plan.entry import entry, parse, shown, unit
 from mmlab.plan.idle import idle_fields
 from mmlab.plan.keys import get
-from mmlab.plan.memory import Memory
+from mmlab.plan.memory import MOST_PLAYED, Memory
 from mmlab.plan.spelled import Base, Spelled, differing_toml, nearest_preset
 
 KEYS = known_keys()
@@ -217,9 +217,15 @@ def test_memory_groups_equal_ranks_and_adds_up() -> None:
     for row, whole in zip(memory.rows[1:], plain.rows[1:], strict=True):
         assert row.parameters == whole.parameters
         assert row.weights == whole.weights / 2 == whole.parameters * 2
-        assert whole.total == 16 * whole.parameters
-    assert plain.largest.what == "encoder"
-    assert "activations" in str(memory)
+        assert sum(whole.state) == 16 * whole.parameters
+    assert plain.largest.what == "stage 0"
+    # 1F1B: the first of two stages holds two microbatches of the same blocks at once, GPipe all of them.
+    many = [
+        Memory(plan.with_("parallel.microbatches=4", f"parallel.schedule={name}")).rows for name in ("1f1b", "gpipe")
+    ]
+    assert many[1][1].activations == 2 * (many[0][1].activations or 0)
+    assert Memory(plan.with_({"parallel.microbatches": MOST_PLAYED})).rows[1].activations is None
+    assert "Not counted" in str(memory)
     assert memory._repr_html_().count("<tr>") == 4
 
 

@@ -9,7 +9,7 @@ from ui.synthetic import SyntheticRun
 from mmlab.errors import CheckpointError, MmlabError, PlanError
 from mmlab.lab import Run
 from mmlab.messages import write_json
-from mmlab.messages.checkpoints import FROZEN, MANIFEST, read_manifest, seal
+from mmlab.messages.checkpoints import FROZEN, MANIFEST, flaw, read_manifest, seal
 from mmlab.messages.locations import Location
 from mmlab.messages.runs import create_run
 from mmlab.plan import Plan
@@ -209,9 +209,10 @@ def test_all_of_it_works_where_checkpoints_lie_elsewhere(made, tmp_path, address
     assert [row["name"] for row in run.checkpoints()][-1] == "best"
     assert run.rename_checkpoint("best", "better")["path"].endswith("/best")
     assert run.checkpoint_info("better")["problem"] == ""
-    copied = Location(tmp_path / "copy")
-    checkpoints.copy(run._record.found_checkpoint(name="better")[1], copied, {"reason": "copied"})
-    assert read_manifest(copied / "better")["reason"] == "copied"
+    for copied in (Location(tmp_path / "copy"), Location(f"memory://copied{tmp_path}")):
+        checkpoints.copy(run._record.found_checkpoint(name="better")[1], copied, {"reason": "copied"})
+        manifest = read_manifest(copied / "better")
+        assert (manifest["reason"], flaw(copied / "better", manifest)) == ("copied", "")
     run.delete_checkpoint("step-000030-a")
     assert [row["name"] for row in run.checkpoints()] == ["step-000010-a", "step-000020-a", "better"]
 
@@ -220,6 +221,16 @@ def test_a_location_that_cannot_be_reached_is_one_sentence(made):
     made.plan.with_({"checkpoint.location": "nowhere://bucket"}).save(made.paths.plan)
     with pytest.raises(CheckpointError, match="cannot be read"):
         Run(made.dir).checkpoints()
+
+
+def test_a_copy_on_the_same_disk_takes_no_room_and_outlives_its_source(made, tmp_path):
+    source = Run(made.dir)._record.found_checkpoint(name="best")[1]
+    copied = Location(tmp_path / "copy")
+    checkpoints.copy(source, copied, {})
+    (file, *_) = (tmp_path / "copy" / "best").glob("*.distcp")
+    assert file.stat().st_nlink == 2
+    source[0].remove()
+    assert flaw(copied / "best", read_manifest(copied / "best")) == ""
 
 
 def test_a_branch_keeps_model_and_data(made, tmp_path):

@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
-from importlib.resources import files
 from pathlib import Path
-from typing import Any
 
 import pytest
-from playwright.sync_api import Browser, Page
+from playwright.sync_api import Browser
 
+from mmlab.lab import Run
+from mmlab.plan import Plan
 from mmlab.ui.dashboard import PARTS, Dashboard, part
+from mmlab.ui.form import Form
 from mmlab.ui.part import Part
 from mmlab.ui.source import RunSource
+from ui.axe import serious
 from ui.stage import Stage, browser_page
-from ui.synthetic import InboxRun, SyntheticRun
+from ui.synthetic import SyntheticRun
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
-AXE = (files("axe_playwright_python") / "axe.min.js").read_text(encoding="utf-8")
 LOOKS = [(1200, False), (600, True)]
 """Width and whether dark."""
 
@@ -35,21 +37,6 @@ def run(started: SyntheticRun) -> SyntheticRun:
     started.evaluate()
     started.trace()
     return started
-
-
-def serious(page: Page) -> list[str]:
-    """Serious and critical faults of what the page shows, each with what is at fault."""
-    if not page.evaluate("() => 'axe' in window"):
-        page.evaluate(AXE)
-    found: list[dict[str, Any]] = page.evaluate(
-        "() => axe.run('#cell', {resultTypes: ['violations']}).then((r) => r.violations)"
-    )
-    return [
-        f"{fault['id']} ({fault['impact']}): {node['html'][:200]}: {node['failureSummary']}"
-        for fault in found
-        if fault["impact"] in ("serious", "critical")
-        for node in fault["nodes"]
-    ]
 
 
 def faults(browser: Browser, shown: Part, width: int, dark: bool) -> list[str]:
@@ -75,13 +62,18 @@ def faults(browser: Browser, shown: Part, width: int, dark: bool) -> list[str]:
 
 @pytest.mark.parametrize(("width", "dark"), [*LOOKS, (1200, True), (600, False)])
 def test_the_dashboard_has_no_serious_fault(browser: Browser, run: SyntheticRun, width: int, dark: bool) -> None:
-    assert faults(browser, Dashboard(InboxRun(run.dir), run.dir), width, dark) == []
+    assert faults(browser, Dashboard(Run(run.dir), run.dir), width, dark) == []
+
+
+@pytest.mark.parametrize(("name", "look"), list(zip(sorted(PARTS), itertools.cycle(LOOKS), strict=False)))
+def test_parts_have_no_serious_fault(browser: Browser, run: SyntheticRun, name: str, look: tuple[int, bool]) -> None:
+    width, dark = look  # one each: the dashboard shows the same panels in all
+    assert faults(browser, part(RunSource(Run(run.dir), run.dir), name), width, dark) == []
 
 
 @pytest.mark.parametrize(("width", "dark"), LOOKS)
-@pytest.mark.parametrize("name", sorted(PARTS))
-def test_parts_have_no_serious_fault(browser: Browser, run: SyntheticRun, name: str, width: int, dark: bool) -> None:
-    assert faults(browser, part(RunSource(InboxRun(run.dir), run.dir), name), width, dark) == []
+def test_the_form_of_a_plan_has_no_serious_fault(browser: Browser, width: int, dark: bool) -> None:
+    assert faults(browser, Form(Plan.preset("quickstart").with_("parallel.tp=3")), width, dark) == []
 
 
 def test_a_failed_run_in_chinese_has_no_serious_fault(
@@ -90,7 +82,7 @@ def test_a_failed_run_in_chinese_has_no_serious_fault(
     monkeypatch.setenv("MMLAB_LANGUAGE", "zh_CN")
     run.state("failed", "rank 3 (stage 0 tp 1) failed in forward of step 31: boom")
     page = browser.new_page(viewport={"width": 1200, "height": 900})
-    board = Dashboard(InboxRun(run.dir), run.dir)
+    board = Dashboard(Run(run.dir), run.dir)
     try:
         stage = Stage(page, board)
         stage.until(lambda: "失败" in page.locator(".mm-state").inner_text())

@@ -60,7 +60,7 @@ def test_a_page_gets_the_tree(panel: Checkpoints) -> None:
     rows = [node for node in found["nodes"] if node["kind"] == "checkpoint"]
     assert [row["name"] for row in rows] == ["step-000010-a", "step-000020-a", "step-000030-a", "best"]
     assert (rows[-1]["periodic"], rows[-1]["samples"], rows[-1]["current"]) == (False, 480, True)
-    assert (found["listed"], found["problem"], found["state"]) == (True, "", "running")
+    assert (found["listed"], found["unreadable"], found["state"]) == (True, "", "running")
     assert len(json.dumps(found)) < 4000
     assert "lineage c: restored best" in panel.text()
     assert "<table" in panel.html()
@@ -88,7 +88,7 @@ def test_a_location_that_does_not_answer_holds_nothing_up(
     assert not panel.frame()["listed"]
     assert panel._listing._under_way
     answers.set()
-    assert frame(panel)["problem"] == "s3://far cannot be reached"
+    assert frame(panel)["unreadable"] == "s3://far cannot be reached"
     assert panel.html() == "<p>s3://far cannot be reached</p>"
 
 

@@ -10,8 +10,11 @@ import pytest
 
 from mmlab.messages import PHASES
 from mmlab.messages.control import VERBS
+from mmlab.plan import Plan
+from mmlab.plan.bubbles import ideal_bubble
 from mmlab.ui.dashboard import PARTS, Dashboard
 from mmlab.ui.feed import BETWEEN
+from mmlab.ui.lanes import kinds
 from mmlab.ui.view import View, catalogue, script
 from ui.synthetic import InboxRun, SyntheticRun
 
@@ -21,6 +24,14 @@ MODULES = ("vision", "projector", "language")
 LITERAL = r"\"(?:[^\"\\]|\\.)*\"|'(?:[^'\\]|\\.)*'|`(?:[^`\\$]|\\.)*`"
 CALL = re.compile(rf"(?<![\w.$])t\(\s*({LITERAL})\s*[,)]")
 TITLE = re.compile(rf"static title = ({LITERAL});")
+TABLES = {
+    "charts.js": {"CHARTS": r'\["([^"]*)", \[|\], "([^"]*)"\]', "CURVE_WORDS": r': "([^"]*)"'},
+    "charts_plot.js": {"MARKS": r'"([^"]*)"\]'},
+    "checkpoints.js": {"CK_COLUMNS": r'\["([^"]*)",'},
+    "compression.js": {"OPTION_NAMES": r': "([^"]*)"'},
+    "schedule.js": {"MESSAGES": r': "([^"]*)"'},
+}
+"""Constants of scripts whose texts are translated where they are used, and where in them the texts stand."""
 
 
 def sources() -> dict[str, str]:
@@ -33,20 +44,41 @@ def unquoted(literal: str) -> str:
     return re.sub(r"\\(.)", r"\1", literal[1:-1])
 
 
+def tabled() -> set[str]:
+    """Texts in the constants of TABLES."""
+    found: set[str] = set()
+    for name, tables in TABLES.items():
+        for constant, text in tables.items():
+            (body,) = re.findall(rf"^const {constant} = (.*?[\]}}]);", sources()[name], re.DOTALL | re.MULTILINE)
+            texts = {
+                one for groups in re.findall(text, body) for one in ([groups] if isinstance(groups, str) else groups)
+            }
+            assert texts, constant
+            found |= texts - {""}
+    return found
+
+
 def written() -> set[str]:
     """Texts that stand in scripts, in t("...") or as a panel's title."""
     found = [literal for text in sources().values() for literal in (*CALL.findall(text), *TITLE.findall(text))]
-    return {unquoted(literal) for literal in found} - {""}
+    return {unquoted(literal) for literal in found} - {""} | tabled()
 
 
 def handed_over(run: SyntheticRun) -> set[str]:
-    """Words that pages get from Python and translate: labels, states, phases, modules, commands."""
+    """Words that pages get from Python and translate: labels, states, phases, modules, commands, ops of schedules."""
     labels = {label for label, _ in PARTS.values()} | {Dashboard(InboxRun(run.dir), run.dir).view.layout_["label"]}
-    return labels | {*STATES, *BETWEEN.values(), *PHASES, *MODULES, *VERBS}
+    ops = {word for kind, name, *_ in kinds() for word in (kind.replace("_", " "), name)}
+    schedules = [Plan.preset("quickstart").with_(f"parallel.schedule={name}") for name in ("1f1b", "zb_h1")]
+    given = {ideal.given for plan in schedules if (ideal := ideal_bubble(plan)) is not None}
+    return labels | ops | given | {*STATES, *BETWEEN.values(), *PHASES, *MODULES, *VERBS}
+
+
+def test_labels_and_words_of_the_run_are_in_the_catalogue(started: SyntheticRun) -> None:
+    assert sorted(handed_over(started) - set(catalogue("zh-CN"))) == []
+    assert len(written()) > 100
 
 
 def test_texts_are_literals_so_that_the_catalogue_can_hold_them() -> None:
-    assert len(written()) > 30
     for name, text in sources().items():
         assert not re.search(r"(?<![\w.$])t\(\s*`[^`]*\$\{", text), name
 

@@ -101,7 +101,7 @@ class Checkpoints(RunPanel):
             "run": self.feed.paths.root.name,
             "state": self.feed.state,
             "listed": self._listing.looked.is_set(),
-            "problem": self._listing.problem,
+            "unreadable": self._listing.problem,
             "nodes": self._slimmed(),
             "left_out": max(0, len(nodes) - MOST),
             "answers": [[e.get("id"), bool(e.get("ok")), event_text(e)] for e in commands],

@@ -218,20 +218,7 @@ def _memory(plan: Plan, small: bool) -> dict[str, Any]:
         memory = Memory(plan)
     except (ArithmeticError, LookupError, ValueError):
         return {"rows": [], "notes": ["Not known while the plan has these problems."]}
-    rows = [
-        [
-            ranks_text(r.ranks),
-            r.what,
-            r.parameters,
-            r.weights,
-            r.gradients,
-            r.optimizer,
-            r.gathered,
-            r.residual,
-            r.total,
-        ]
-        for r in memory.rows
-    ]
+    rows = [[ranks_text(r.ranks), r.what, r.parameters, *r.state, r.activations, r.total] for r in memory.rows]
     return {"rows": rows, "notes": memory.notes}
 
 

@@ -107,6 +107,7 @@ class App {
     if (this.silence) { clearTimeout(this.silence); this.silence = null; put(this.notice, ""); this.still?.remove(); }
     this.each((panel, name) => {
       if (changed[name] && "problem" in changed[name]) panel.trouble(changed[name].problem);
+      if (!this.store.frames[name]) return; // turned to before the first message
       if (changed[name] || curves) panel.update(changed[name] ?? {}, curves);
     });
   }

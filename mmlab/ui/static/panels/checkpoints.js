@@ -44,19 +44,19 @@ PANELS.checkpoints = class extends Panel {
   }
 
   update(changed) {
-    if (changed.nodes || changed.problem !== undefined || changed.listed !== undefined || changed.left_out !== undefined) this.draw();
+    if (changed.nodes || changed.unreadable !== undefined || changed.listed !== undefined || changed.left_out !== undefined) this.draw();
     if (this.waits && (changed.answers || changed.went_back !== undefined)) this.answered();
     if (changed.state) this.enable();
   }
 
   draw() {
-    const { nodes = [], problem = "", listed = false, left_out: left = 0 } = this.frame;
+    const { nodes = [], unreadable = "", listed = false, left_out: left = 0 } = this.frame;
     const focused = this.body.contains(document.activeElement) ? document.activeElement.value : null;
     this.body.replaceChildren(...nodes.map((node) => this.row(node)));
     const any = nodes.some((node) => node.kind === "checkpoint");
     const none = listed ? t("No checkpoint yet. The run saves by itself as its plan says; Checkpoint saves one now.") : t("Looking for checkpoints …");
-    put(this.empty, problem || (any ? (left ? t("{0} older rows are not shown", left) : "") : none));
-    this.empty.classList.toggle("mm-bad", Boolean(problem));
+    put(this.empty, unreadable || (any ? (left ? t("{0} older rows are not shown", left) : "") : none));
+    this.empty.classList.toggle("mm-bad", Boolean(unreadable));
     this.empty.hidden = !this.empty.textContent;
     if (focused !== null) [...this.body.querySelectorAll("input")].find((box) => box.value === focused)?.focus({ preventScroll: true });
     const there = this.chosen.filter((name) => nodes.some((node) => node.name === name));

@@ -9,7 +9,7 @@ class CompressionGroup {
     this.helpId = `mm-${Math.random().toString(36).slice(2)}`;
     this.choice = make("select", { "aria-label": t("Compressor of {0}", t(group)), "aria-describedby": this.helpId, onchange: () => { this.touched = true; this.showOptions(); }, onfocus: () => this.help("compressor"), onkeydown: (event) => event.stopPropagation() });
     this.options = make("div", { class: "mm-options" });
-    this.helped = make("p", { class: "mm-helped", id: this.helpId });
+    this.helped = make("p", { class: "mm-helped", id: this.helpId, tabindex: 0 });
     this.apply = button(t("Apply"), () => this.send(), { "aria-label": t("Apply to the gradients of {0}", t(group)), title: t("Change it after the step under way") });
     this.control = new Control(`compress ${group}`, t("Compression of {0}", t(group)), [make("label", {}, t("compressor")), this.choice, this.apply]);
     this.figures = make("dl", { class: "mm-coded-figures" });

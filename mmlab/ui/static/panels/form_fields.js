@@ -148,13 +148,8 @@ class FormFields {
     if (row.said === said) return;
     row.said = said;
     const kept = wrong ? [`✕ ${wrong.reason}. `, t("The plan keeps {0}.", this.form.frame[`=${row.one.key}`])] : [];
-    const told = new Set(); // several problems often have one fix: one button
-    const found = problems.flatMap((one) => {
-      const fix = one.overrides.join(" ");
-      const known = told.has(fix);
-      told.add(fix);
-      return [make("span", {}, `⚠ ${one.message}`), ...(known ? [] : this.form.side.fixes(one))];
-    });
+    const distinct = [...new Map(problems.map((one) => [one.overrides.join(" "), one])).values()]; // several problems often have one fix
+    const found = [...problems.map((one) => make("span", {}, `⚠ ${one.message}`)), ...distinct.flatMap((one) => this.form.side.fixes(one))];
     const had = row.why.contains(document.activeElement);
     row.why.replaceChildren(...kept, ...found);
     if (had) row.input.focus({ preventScroll: true }); // the button that was pressed is gone

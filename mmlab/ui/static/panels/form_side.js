@@ -69,12 +69,12 @@ class FormSide {
     const { rows, notes } = this.form.frame.memory;
     const some = (index) => rows.some((row) => row[index] > 0);
     const columns = [[t("ranks"), 0], [t("what"), 1], [t("parameters"), 2], [t("weights"), 3], [t("gradients"), 4], [t("optimizer"), 5],
-      ...(some(6) ? [[t("gathered"), 6]] : []), ...(some(7) ? [[t("left out"), 7]] : []), [t("sum"), 8]];
-    const cell = (row, index) => (index < 2 ? row[index] : index === 2 ? number(row[2], 12) : row[index] ? bytes(row[index]) : "–");
+      ...(some(6) ? [[t("gathered"), 6]] : []), ...(some(7) ? [[t("left out"), 7]] : []), [t("activations"), 8], [t("sum"), 9]];
+    const cell = (row, index) => (index < 2 ? row[index] : index === 2 ? number(row[2], 12) : row[index] === null ? "?" : row[index] ? bytes(row[index]) : "–");
     const table = make("table", {}, make("thead", {}, make("tr", {}, ...columns.map(([title]) => make("th", { scope: "col" }, title)))),
       make("tbody", {}, ...rows.map((row) => make("tr", {}, ...columns.map(([, index]) => make("td", {}, cell(row, index)))))));
     const scrolled = make("div", { class: "mm-form-scroll", tabindex: "0", role: "group", "aria-label": t("Memory of each rank") }, table);
-    this.memory.replaceChildren(make("h4", {}, t("Memory of each rank"), make("span", {}, t("fp32, from shapes"))), ...(rows.length ? [scrolled] : []), ...notes.map((note) => make("p", { class: "mm-form-soft" }, note)));
+    this.memory.replaceChildren(make("h4", {}, t("Memory of each rank"), make("span", {}, t("from shapes and schedule"))), ...(rows.length ? [scrolled] : []), ...notes.map((note) => make("p", { class: "mm-form-soft" }, note)));
   }
 
   /* ---- the same plan in words ---- */
