@@ -12,7 +12,7 @@ PANELS.placement = class extends Panel {
     this.at = 0; // the rank that is pointed at
     this.pointing = false;
     this.axis = null; // the axis whose groups are drawn among many ranks
-    this.alarm = make("div", { class: "mm-ranks-alarm", role: "status", "aria-live": "polite" });
+    this.alarm = make("div", { class: "mm-ranks-alarm", tabindex: 0, role: "status", "aria-label": t("How the ranks are"), "aria-live": "polite" });
     this.axes = make("div", { class: "mm-lane-tools", role: "group", "aria-label": t("Draw the groups of") });
     this.plot = make("div", { class: "mm-ranks-plot", tabindex: 0, role: "group", "aria-label": t("Ranks on their hosts"), "aria-roledescription": t("map"),
       onkeydown: (event) => this.typed(event), onmousemove: (event) => this.hovered(event), onmouseleave: () => this.point(null),
