@@ -125,7 +125,8 @@ class ActiveRun:
         events, self.offset = read_events(self.paths.events, self.offset)
         for event in events:
             self.lineage = event.get("lineage") or self.lineage
-            self.step = event.get("step", self.step)
+            if event["kind"] != "checkpoint":  # one that is written beside the training is of an earlier step
+                self.step = event.get("step", self.step)
             self.stepped |= event["kind"] == "step"
             if event["kind"] == "lineage":
                 self.begun = event["parent_step"]
