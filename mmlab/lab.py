@@ -24,7 +24,7 @@ from mmlab.messages import Command, read_json
 from mmlab.messages.runs import create_run, runs_root
 from mmlab.plan import Plan, check_platform
 from mmlab.plan.tables import html_table
-from mmlab.shown import Shown
+from mmlab.shown import Shown, ShownLab
 from mmlab.tracking.bottleneck import Bottleneck
 from mmlab.tracking.compression import CompressionTable
 from mmlab.tracking.doctor import Diagnosis, diagnose
@@ -175,7 +175,7 @@ class Run(Shown, Browsed):
         return self
 
 
-class Lab:
+class Lab(ShownLab):
     """A set of engines for runs. Making one returns at once; the engines start meanwhile."""
 
     def __init__(

@@ -76,3 +76,12 @@ class Shown:
     def placement_view(self) -> Any:
         """Hosts, ranks and the groups among them; what is dead, slow or waiting stands out."""
         return self._part("placement_view")
+
+
+class ShownLab:
+    """The views of a lab."""
+
+    @property
+    def cluster_view(self) -> Any:
+        """State, engines with the ranks on them, and runs of the lab; closes it."""
+        return importlib.import_module("mmlab.ui.shell").faces().lab_part(self)

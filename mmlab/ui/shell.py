@@ -49,6 +49,18 @@ class Faces:
             self._parts[key] = part(self._source(run), name)
         return self._parts[key]
 
+    def lab_part(self, lab: Any) -> Part:
+        """The view of a lab."""
+        from mmlab.ui.lab_source import LabSource
+        from mmlab.ui.panels.cluster import Cluster
+        from mmlab.ui.part import Part
+
+        key = (Path("labs", lab.id), "cluster_view")
+        if key not in self._parts or self._parts[key].over:
+            source = LabSource(lab)
+            self._parts[key] = Part(source, [Cluster(source)], "Engines and runs of a lab")
+        return self._parts[key]
+
     def _source(self, run: Any) -> RunSource:
         from mmlab.ui.source import RunSource
 
