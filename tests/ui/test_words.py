@@ -20,7 +20,8 @@ from mmlab.ui.view import View, catalogue, script
 from ui.synthetic import InboxRun, SyntheticRun
 
 STATIC = files("mmlab.ui") / "static"
-STATES = ("queued", "starting", "running", "paused", "finished", "failed", "stopped")
+STATES = ("queued", "starting", "running", "paused", "finished", "failed", "stopped", "ready", "ended")
+"""Of runs and labs."""
 MODULES = ("vision", "projector", "language")
 LITERAL = r"\"(?:[^\"\\]|\\.)*\"|'(?:[^'\\]|\\.)*'|`(?:[^`\\$]|\\.)*`"
 CALL = re.compile(rf"(?<![\w.$])t\(\s*({LITERAL})\s*[,)]")
@@ -69,6 +70,13 @@ def written() -> set[str]:
 def handed_over(run: SyntheticRun) -> set[str]:
     """Words that pages get from Python and translate: labels, states, phases, modules, commands, ops of schedules."""
     labels = {label for label, _ in PARTS.values()} | {Dashboard(InboxRun(run.dir), run.dir).view.layout_["label"]}
+    for path in files("mmlab.ui").iterdir():
+        if path.name.endswith(".py"):
+            labels |= set(re.findall(r'Part\([^\n]*, "([A-Z][^"]*)"\)', path.read_text(encoding="utf-8")))
+    assert "Engines and runs of a lab" in labels
+    form = Plan.preset("laptop").form()
+    labels.add(form.view.layout_["label"])
+    form.close()
     ops = {word for kind, name, *_ in kinds() for word in (kind.replace("_", " "), name)}
     schedules = [Plan.preset("quickstart").with_(f"parallel.schedule={name}") for name in ("1f1b", "zb_h1")]
     given = {ideal.given for plan in schedules if (ideal := ideal_bubble(plan)) is not None}
