@@ -116,7 +116,7 @@ def test_a_rank_that_does_not_begin_is_given_up_once(capsys):
         ids=[0, 1], direct_view=lambda engine: SimpleNamespace(apply_async=lambda *_: result(engine)),
         abort=lambda ids, **_: aborted.append(ids),
     )  # fmt: skip
-    with pytest.raises(CellFailed, match="^rank 1: does not answer"):
+    with pytest.raises(CellFailed, match=r"^rank 1: does not answer"):
         ask(SimpleNamespace(client=client), {0: 0, 1: 1}, "1", {}, say, show, timeout=0.1)
     assert aborted == [[1]]
 

@@ -229,9 +229,3 @@ def test_names_that_were_swapped_mean_what_they_say(tmp_path):
         write_manifest(folder, read_manifest(folder) | {"given": given})
     assert read_manifest(find(tmp_path, name="step-2"))["step"] == 1
     assert read_manifest(find(tmp_path, name="step-1"))["step"] == 2
-
-
-def test_a_loss_that_is_no_number_keeps_nothing(tmp_path):
-    for step in (1, 2):
-        saved(tmp_path, step, loss=float("nan"))
-    assert Retention(Location(tmp_path)).prune(1, 0) == ["step-1"]

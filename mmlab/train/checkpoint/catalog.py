@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -58,11 +57,6 @@ def find(checkpoints: Location | Path, step: int | None = None, name: str = "", 
     CheckpointError lists what there is when nothing fits.
     """
     return candidates(_location(checkpoints), step, name, lineage)[0]
-
-
-def _text(manifest: Any) -> str:
-    """A manifest as text, to compare: a loss that is not a number equals itself there."""
-    return json.dumps(manifest, sort_keys=True)
 
 
 def _location(folder: Location | Path) -> Location:
@@ -151,9 +145,7 @@ class Retention:
             old = [pair for pair in old if newest is not None and pair is not newest]
         kept = [pair for pair in found if pair not in old]
         for folder, manifest in list(old):
-            if _text(read(folder)) != _text(
-                manifest
-            ):  # somebody has given it a name since it was looked at, or removed it
+            if read(folder) != manifest:  # somebody has given it a name since it was looked at, or removed it
                 old.remove((folder, manifest))
                 kept.append((folder, manifest))
                 continue
