@@ -49,7 +49,7 @@ def executed(name: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> dict[s
     (folder / "runtime").mkdir()
     notebook = read(name)
     try:
-        NotebookClient(notebook, timeout=200, resources={"metadata": {"path": str(folder)}}).execute()
+        NotebookClient(notebook, timeout=390, resources={"metadata": {"path": str(folder)}}).execute()
     finally:
         render(notebook, name)
         for lab in Lab.live():  # of this test's runtime folder: a lesson that broke off has not closed it

@@ -120,7 +120,7 @@ class Desk:
         try:
             if last_state(paths.events) in ENDED:
                 return self._name(key, paths) | self._ended(paths)
-            return self._name(key, paths) | self._follow(paths).brief()
+            return self._name(key, paths) | self._going(paths)
         except (MmlabError, OSError, ValueError) as error:  # a damaged folder is no reason to show no other run
             return self._name(key, paths) | {"state": "unreadable", "reason": str(error), "step": 0, "steps": 0}
 
@@ -136,6 +136,17 @@ class Desk:
             steps = planned_steps(events, int((read_json(paths.run) or {}).get("steps", 0)))
             known = self._over[paths.root] = (size, brief | {"steps": steps})
         return known[1]
+
+    def _going(self, paths: RunPaths) -> dict[str, Any]:
+        """A run whose log does not say that it has ended; of one whose processes are gone it is read once, too."""
+        size = paths.events.stat().st_size if paths.events.is_file() else 0
+        known = self._over.get(paths.root)
+        if known is not None and known[0] == size:
+            return known[1]
+        brief = self._follow(paths).brief()
+        if brief["state"] in ENDED:
+            self._over[paths.root] = (size, brief)
+        return brief
 
     def _follow(self, paths: RunPaths) -> Followed:
         found = self._followed.get(paths.root)

@@ -135,6 +135,11 @@ class Placement(Table):
         return super().html() + self.traffic.html()
 
 
+def _what(failure: Failure) -> str:
+    """Why a rank failed, without its name."""
+    return failure.sentence().removeprefix(f"rank {failure.rank} ({failure.role}) ")
+
+
 class _Judge:
     """Says how each rank is."""
 
@@ -182,9 +187,9 @@ class _Judge:
             return "absent", ""
         process, failure = process_state(beacon), self.failures.get(place.rank)
         if failure is not None and failure.kind == "lost":
-            return "dead", failure.sentence()
+            return "dead", _what(failure)
         if failure is not None:
-            return "failed", failure.sentence()
+            return "failed", _what(failure)
         if process == "gone":
             return "dead", ""
         if process == "left" or (process == "elsewhere" and self.seen.state in ENDED):

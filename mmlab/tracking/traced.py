@@ -99,14 +99,25 @@ class MeasuredSchedule:
 
     @cached_property
     def costs(self) -> dict[tuple[int, str, int], float]:
-        """Mean seconds of an op by (rank, kind, chunk), as `plan.schedule().simulate` takes them; receives take none,
-        since what they measure is waiting."""
+        """Mean seconds of an op by (rank, kind, chunk), as `plan.schedule().simulate` takes them. Receives take none,
+        since what they measure is waiting; a reduction takes what it took the rank that came last."""
         found: dict[tuple[int, str, int], list[float]] = defaultdict(list)
         for rank, ops in enumerate(self.timeline):
             for op, start, end in ops:
                 if not op.kind.startswith("recv"):
                     found[rank, op.kind, op.chunk].append(end - start)
-        return {key: sum(values) / len(values) for key, values in found.items()}
+        means = {key: sum(values) / len(values) for key, values in found.items()}
+        places = self.plan.layout().places
+        together = (
+            ("reduce", ("vision",)),
+            ("reduce", ("language",)),
+            ("reduce_embedding", ("language",)),
+            ("norm", ("vision", "language")),
+        )
+        for kind, roles in together:
+            keys = [key for key in means if key[1] == kind and places[key[0]].role in roles]
+            means |= dict.fromkeys(keys, min((means[key] for key in keys), default=0.0))
+        return means
 
     def planned(self) -> Timeline:
         """The step as planned, in seconds, with the measured mean time of each rank's kinds of ops: what differs from

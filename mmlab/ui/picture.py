@@ -26,7 +26,7 @@ MOST_ROWS = 12
 """Ranks whose phases are drawn."""
 
 INK, SOFT, LINE, RAISED, WHITE = "#1d2430", "#5b6472", "#d5dae1", "#f4f5f7", "#ffffff"
-BLUE, PALE, ORANGE, GREEN, RED, GREY = "#2563c9", "#f0b95c", "#c2570c", "#1d7f4a", "#c0262d", "#7b8594"
+BLUE, PALE, ORANGE, GREEN, RED, GREY = "#2563c9", "#f0b95c", "#c2570c", "#1d7f4a", "#c0262d", "#667085"
 STATE_COLOURS = {"running": BLUE, "paused": ORANGE, "finished": GREEN, "failed": RED}
 PHASE_COLOURS = {
     "data": "#8a8f1a", "encode": "#7a3fc4", "forward": "#2f6fd6", "backward": "#17408f", "exchange": "#e58a1f",

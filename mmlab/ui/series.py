@@ -82,13 +82,15 @@ class Series:
         self.last = kept[-1] if kept else None
 
     def _open(self) -> list[tuple[float, float]]:
-        """The extremes of the bucket that is not full yet."""
+        """The extremes of the bucket that is not full yet, and the newest point: a chart tells it as the last."""
         if self._low is None or self._high is None:
-            return []
-        return [self._low] if self._low[0] == self._high[0] else sorted((self._low, self._high))
+            newest = self.last
+            return [newest] if newest is not None and self._x and newest[0] > self._x[-1] else []
+        return sorted({self._low, self._high, self.last or self._high})
 
     def _close(self) -> None:
-        for x, y in self._open():
+        low, high = self._low, self._high
+        for x, y in [] if low is None or high is None else sorted({low, high}):
             self._x.append(x)
             self._y.append(y)
         self._low, self._high, self._seen = None, None, 0

@@ -14,6 +14,7 @@ between frames while five steps a second arrive.
 from __future__ import annotations
 
 import json
+import math
 import statistics
 import sys
 import tempfile
@@ -28,6 +29,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 POINTS = (1_000, 10_000, 100_000)
 CURVES = ("loss", "tokens_per_s", "images_per_s")
+PLAYED = 100
+"""Steps that the synthetic run plays; it would need minutes for 100,000."""
 LATE = 0.034
 """Seconds between frames from which a frame counts as late: two refreshes of a screen at 60 Hz."""
 
@@ -54,14 +57,24 @@ class Wire:
 
 
 def run_of(folder: Path, steps: int) -> Any:
-    """A run's folder with so many steps."""
+    """A run's folder with so many steps; from the 100th on, earlier lines with steps and losses of their own."""
     from ui.synthetic import SyntheticRun
 
     from mmlab.plan import Plan
 
     run = SyntheticRun(folder, Plan.preset("laptop").with_(f"train.steps={2 * steps}"), f"steps-{steps}")
     run.start()
-    run.train(steps)
+    run.train(min(steps, PLAYED))
+    if steps > PLAYED:
+        lines = run.paths.events.read_text().splitlines()[-PLAYED:]
+        heads = [line.partition('"step":')[0] for line in lines]
+        tails = [line.partition(',"tokens":')[2] for line in lines]
+        with open(run.paths.events, "a") as log:
+            for step in range(PLAYED + 1, steps):
+                loss = 0.9 + 6 * math.exp(-step / 4000) + run.random.uniform(-0.15, 0.15)
+                log.write(f'{heads[step % PLAYED]}"step":{step},"loss":{loss},"tokens":{tails[step % PLAYED]}\n')
+        run.step = steps - 1
+        run.train(1)
     return run
 
 

@@ -120,7 +120,7 @@ def test_steps_behind_and_what_failed(run: SyntheticRun) -> None:
     failure = Failure(2, "stage 0 tp 0", "backward", 6, "exception", "ValueError: no")
     write_failure(run.paths.failures, 0, failure)
     found = placed(run)
-    assert (found.ranks[2].state, found.ranks[2].why) == ("failed", failure.sentence())
+    assert (found.ranks[2].state, found.ranks[2].why) == ("failed", "failed in backward of step 6: ValueError: no")
     run.lose(5)
     assert [(rank.rank, rank.state) for rank in placed(run).attention] == [(5, "dead"), (2, "failed")]
 

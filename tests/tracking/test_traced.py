@@ -60,7 +60,10 @@ def test_a_file_begun_anew_and_ranks_that_are_no_more(tmp_path: Path) -> None:
 
 def test_replaying_measured_means_gives_the_step_when_times_are_alike() -> None:
     plan = Plan.preset("quickstart")
-    costs = {key: 0.01 * cost * (1 + 0.1 * key[0]) for key, cost in estimated_costs(plan).items()}
+    costs = {
+        key: 0.01 * cost * (1 if key[1] in ("reduce", "reduce_embedding", "norm") else 1 + 0.1 * key[0])
+        for key, cost in estimated_costs(plan).items()
+    }
     timeline = plan.schedule().simulate(costs)
     records = {
         rank: {"step": 7, "t0": 5.0, "ops": [[t.op.kind, t.op.microbatch, t.start, t.end, t.op.chunk] for t in ops]}
@@ -76,6 +79,21 @@ def test_replaying_measured_means_gives_the_step_when_times_are_alike() -> None:
     assert found._repr_mimebundle_()["text/html"].startswith("<svg")
     with pytest.raises(MmlabError, match="1 of 6 ranks"):
         MeasuredSchedule(plan, {0: records[0]})
+
+
+def test_waiting_within_a_reduction_is_not_taken_for_its_cost() -> None:
+    plan = Plan.preset("laptop")
+    costs = estimated_costs(plan) | {(1, "forward", 0): 5.0}
+    records = {}
+    for rank, ops in enumerate(plan.schedule().simulate(costs)):
+        before, told = 0.0, []
+        for op, start, end in ops:  # as ranks measure it: a reduction begins when the rank enters it
+            told.append([op.kind, op.microbatch, before if op.kind == "norm" else start, end, op.chunk])
+            before = end
+        records[rank] = {"step": 3, "t0": 0.0, "ops": told}
+    found = MeasuredSchedule(plan, records)
+    assert found.costs[2, "norm", 0] == pytest.approx(costs[2, "norm", 0])
+    assert [ops[-1].end for ops in found.planned()] == pytest.approx([ops[-1].end for ops in found.timeline])
 
 
 def test_a_run_without_traces_says_so(tmp_path: Path) -> None:

@@ -12,7 +12,9 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from importlib.resources import files
 from pathlib import Path
+from typing import Any
 
 import nbformat
 from playwright.sync_api import Page
@@ -101,3 +103,17 @@ def keep_shot(page: Page, path: Path) -> None:
     if folder := os.environ.get("MMLAB_SHOTS"):
         Path(folder).mkdir(parents=True, exist_ok=True)
         shutil.copyfile(path, Path(folder) / path.name)
+
+
+def serious(page: Page, selector: str) -> list[str]:
+    """Serious and critical faults of what a selector names, by axe."""
+    page.evaluate((files("axe_playwright_python") / "axe.min.js").read_text(encoding="utf-8"))
+    found: list[dict[str, Any]] = page.evaluate(
+        f"() => axe.run('{selector}', {{resultTypes: ['violations']}}).then((r) => r.violations)"
+    )
+    return [
+        f"{fault['id']}: {node['html'][:200]}: {node['failureSummary']}"
+        for fault in found
+        if fault["impact"] in ("serious", "critical")
+        for node in fault["nodes"]
+    ]

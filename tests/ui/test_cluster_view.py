@@ -18,6 +18,7 @@ from mmlab.messages import read_json, write_json
 from mmlab.ui.lab_source import LabSource
 from mmlab.ui.panels.cluster import Cluster
 from mmlab.ui.part import Part
+from ui.axe import serious
 from ui.stage import Stage, browser_page
 from ui.synthetic import SyntheticRun
 
@@ -73,6 +74,7 @@ def test_a_page_shows_a_lab_and_closes_it(lab: Lab, tmp_path: Path, monkeypatch:
         rows = page.locator(".mm-cluster table").first.locator("tbody tr")
         stage.until(lambda: rows.count() == 2)
         assert "vision 0" in rows.first.inner_text()
+        assert serious(page) == []
         assert "another host" in rows.nth(1).inner_text()
         page.get_by_role("button", name="Close").click()
         stage.pump()

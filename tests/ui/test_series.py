@@ -26,7 +26,7 @@ def test_decimation_is_bounded_and_keeps_extremes_and_order(values: list[float],
     assert list(xs) == sorted(set(xs))
     assert all(values[int(x)] == y for x, y in zip(xs, ys, strict=True))
     assert (min(ys), max(ys)) == (min(values), max(values))
-    assert series.last == (len(values) - 1, values[-1])
+    assert series.last == (len(values) - 1, values[-1]) == (xs[-1], ys[-1])
 
 
 def test_short_series_are_kept_whole() -> None:

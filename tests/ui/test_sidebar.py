@@ -15,7 +15,7 @@ from playwright.sync_api import Locator, Page, expect
 
 from mmlab.messages import read_json
 from mmlab.tracking.record import RunRecord
-from ui.jupyterlab import BUNDLE, TOKEN, jupyterlab, keep_shot, kernel_idle, wait_for, write_notebook
+from ui.jupyterlab import BUNDLE, TOKEN, jupyterlab, keep_shot, kernel_idle, serious, wait_for, write_notebook
 from ui.stage import browser_page
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
@@ -125,6 +125,11 @@ def start_a_lab_and_attach(session: Session) -> list[int]:
     page.locator(".jp-Dialog input").fill("3")
     session.dialog("Start")
     expect(side.locator(".mmlab-lab")).to_contain_text("ready · 3 of 3 engines", timeout=90_000)
+    (lab,) = (session.folder / "runtime" / "mmlab" / "labs").iterdir()
+    clusters = page.request.get(f"{session.address}/ipyparallel/clusters?token={TOKEN}").json()
+    assert f"mmlab-{lab.name}" in [
+        one["cluster"]["cluster_id"] for one in clusters
+    ]  # so ipyparallel's sidebar calls it
     page.locator(".jp-CodeCell .cm-content").first.click()
     side.get_by_role("button", name=re.compile("^Attach lab")).click()
     expect(page.locator(".jp-CodeCell").first).to_contain_text("mmlab.Lab.attach")
@@ -162,6 +167,7 @@ def steer(session: Session, record: RunRecord) -> None:
     said = session.side.locator(".mmlab-said")
     expect(said).to_contain_text(re.compile(r"step: applied after step \d+ on 3 ranks"), timeout=10_000)
     session.shot("sidebar-dark")
+    assert serious(session.page, SIDEBAR) == []
 
     session.button("Checkpoint").click()
     wait_for(record.checkpoints, 30)

@@ -16,6 +16,7 @@ class PlacementPanel(RunPanel):
     name = "placement"
     title = "Placement"
     every = 1.0
+    lasting = True
     slow = frozenset({"doctor"})
 
     def placement(self) -> Placement:

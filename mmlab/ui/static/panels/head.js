@@ -14,7 +14,7 @@ PANELS.head = class extends Panel {
     this.reason = make("p", { class: "mm-reason", role: "alert" });
     this.figures = {};
     const figures = [["loss", t("loss")], ["held_out", t("held-out loss")], ["tokens_per_s", t("tokens/s")], ["images_per_s", t("images/s")],
-      ["seconds", t("s a step")], ["data", t("data wait, steps ahead")], ["left", t("left")]].map(([key, label]) => {
+      ["seconds", t("s a step")], ["data", t("data wait, steps ahead")], ["left", t("time left")]].map(([key, label]) => {
       this.figures[key] = make("b", {}, "–");
       return make("div", { class: "mm-figure" }, this.figures[key], make("span", {}, label));
     });

@@ -12,7 +12,7 @@ PANELS.placement = class extends Panel {
     this.at = 0; // the rank that is pointed at
     this.pointing = false;
     this.axis = null; // the axis whose groups are drawn among many ranks
-    this.alarm = make("div", { class: "mm-ranks-alarm", role: "status", "aria-live": "polite" });
+    this.alarm = make("div", { class: "mm-ranks-alarm", tabindex: 0, role: "status", "aria-label": t("How the ranks are"), "aria-live": "polite" });
     this.axes = make("div", { class: "mm-lane-tools", role: "group", "aria-label": t("Draw the groups of") });
     this.plot = make("div", { class: "mm-ranks-plot", tabindex: 0, role: "group", "aria-label": t("Ranks on their hosts"), "aria-roledescription": t("map"),
       onkeydown: (event) => this.typed(event), onmousemove: (event) => this.hovered(event), onmouseleave: () => this.point(null),
@@ -63,7 +63,7 @@ PANELS.placement = class extends Panel {
   draw() {
     const width = this.node.clientWidth;
     if (!width || !this.frame.hosts) return;
-    this.few = (width - 76) / this.frame.places.length - 4 >= CARD;
+    this.few = (width - 90) / this.frame.places.length - 4 >= CARD;
     this.boxes = []; // of ranks: {x, y, w, h}
     this.under = drawn("g", {});
     this.over = drawn("g", {});
@@ -80,7 +80,7 @@ PANELS.placement = class extends Panel {
   host(name, x, y, w, h) { return drawn("g", {}, drawn("title", {}, name), drawn("rect", { x, y, width: w, height: h, rx: 7, class: "mm-ranks-host" }), this.text(x + 8, y + 15, this.fit(name, w - 14, 11.5), { size: 11.5, cls: "mm-ranks-soft" })); }
 
   rails(width) { // a column for each rank; below, a line for each group with a dot under each of its ranks
-    const { hosts, places } = this.frame, left = 70, gap = 10, shapes = [];
+    const { hosts, places } = this.frame, left = 84, gap = 10, shapes = [];
     const column = (width - left - gap * (hosts.length - 1) - 2) / places.length, top = 22, tall = 110;
     const middle = [];
     let x = left;
