@@ -11,6 +11,7 @@ import gzip
 import json
 import math
 import os
+import re
 from array import array
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
@@ -42,7 +43,7 @@ def script() -> str:
     names = [static / "uplot.iife.min.js", static / "base.js", *_panels(".js"), static / "app.js"]
     catalogues = {language: catalogue(language) for language in LANGUAGES}
     words = f"const CATALOGUES = {json.dumps(catalogues, ensure_ascii=False, separators=(',', ':'))};"
-    return "\n".join([words, *(name.read_text(encoding="utf-8") for name in names)])
+    return _slim("\n".join([words, *(name.read_text(encoding="utf-8") for name in names)]))
 
 
 def catalogue(language: str) -> dict[str, str]:
@@ -76,6 +77,11 @@ def code() -> Code:
     """The one `Code` of this process."""
     text = f"{script()}\nconst STYLE = {json.dumps(style(), ensure_ascii=False)};\n"
     return Code(packed=base64.b64encode(gzip.compress(text.encode(), mtime=0)).decode())
+
+
+def _slim(script: str) -> str:
+    """Without indentation and comments on lines of their own (licences, /*!, stay): 3.4 KB less in each notebook."""
+    return re.sub(r"(?m)^/\*(?!!)[\s\S]*?\*/\n", "", re.sub(r"(?m)^[ \t]+", "", script))
 
 
 class View(anywidget.AnyWidget):
