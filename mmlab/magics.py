@@ -163,7 +163,7 @@ class LabMagics(Magics):
         view = lab.view
         chosen = engines_of(_in_rank_order(lab, view), ranks)
         processes = {engine["engine"]: engine for engine in lab.info().get("up", [])}
-        with _between(lab.run) if options.between else contextlib.nullcontext():
+        with between(lab.run) if options.between else contextlib.nullcontext():
             ask(view, chosen, source, processes, say, show, options.timeout)
 
 
@@ -265,15 +265,17 @@ def _in_rank_order(lab: Lab, view: Any) -> list[int]:
 
 
 @contextlib.contextmanager
-def _between(run: Run | None) -> Iterator[None]:
-    """Pause a run that goes on, and let it go on afterwards."""
-    going = run is not None and run.status()["state"] == "running"
-    if run is not None and going:
-        run.pause().wait()
-    try:
+def between(run: Run | None) -> Iterator[None]:
+    """Pause a run that goes on, and let it go on afterwards, whatever happens meanwhile."""
+    if run is None or run.status()["state"] != "running":
+        yield
+        return
+    sent = run.pause()
+    try:  # from here on, also when the wait for the pause is interrupted
+        sent.wait()
         yield
     finally:
-        if run is not None and going:
+        with contextlib.suppress(MmlabError):  # it has ended meanwhile
             run.resume()
 
 

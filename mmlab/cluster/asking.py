@@ -155,7 +155,7 @@ def ask(
             _look(asked, say, show)
             if time.monotonic() > end:
                 for one in asked:
-                    if not one.began:
+                    if not (one.began or one.over):
                         one.give_up()
             time.sleep(POLL)
     except KeyboardInterrupt:

@@ -42,6 +42,8 @@ def _refusals(saved: Plan, new: Plan) -> Iterator[str]:
             yield f"{key} stays {get(saved, key)!r}, not {get(new, key)!r}: the weights would be another model's"
     if saved.data.lanes != new.data.lanes:
         yield f"data.lanes stays {saved.data.lanes}, not {new.data.lanes}: it says what a place in the data means"
+    if saved.data.seed != new.data.seed:
+        yield f"data.seed stays {saved.data.seed}, not {new.data.seed}: a place in the data would be in another order"
     if len(saved.data.sources) != len(new.data.sources):
         yield f"data.sources stay {len(saved.data.sources)}, not {len(new.data.sources)}: each has its own place"
     if bool(saved.data.text_share) != bool(new.data.text_share):

@@ -111,7 +111,8 @@ class Desk:
 
     def _name(self, key: str, paths: RunPaths) -> dict[str, Any]:
         info = read_json(paths.run) or {}
-        lab = Path((info.get("lab") or {}).get("root", "")).name
+        lab = info.get("lab")
+        lab = Path(str(lab.get("root", ""))).name if isinstance(lab, dict) else ""
         known = {"key": key, "id": paths.root.name, "created": info.get("created", 0.0), "lab": lab}
         return known | {"generation": info.get("generation", 0), "world_size": info.get("world_size", 0)}
 
@@ -120,9 +121,10 @@ class Desk:
         try:
             if last_state(paths.events) in ENDED:
                 return self._name(key, paths) | self._ended(paths)
-            return self._name(key, paths) | self._follow(paths).brief()
-        except (MmlabError, OSError, ValueError) as error:  # a damaged folder is no reason to show no other run
-            return self._name(key, paths) | {"state": "unreadable", "reason": str(error), "step": 0, "steps": 0}
+            return self._name(key, paths) | self._going(paths)
+        except Exception as error:  # a damaged folder, of whatever kind, is no reason to show no other run
+            reason = str(error) if isinstance(error, MmlabError) else f"{type(error).__name__}: {error}"
+            return self._name(key, paths) | {"state": "unreadable", "reason": reason, "step": 0, "steps": 0}
 
     def _ended(self, paths: RunPaths) -> dict[str, Any]:
         size = paths.events.stat().st_size
@@ -136,6 +138,17 @@ class Desk:
             steps = planned_steps(events, int((read_json(paths.run) or {}).get("steps", 0)))
             known = self._over[paths.root] = (size, brief | {"steps": steps})
         return known[1]
+
+    def _going(self, paths: RunPaths) -> dict[str, Any]:
+        """A run whose log does not say that it has ended; of one whose processes are gone it is read once, too."""
+        size = paths.events.stat().st_size if paths.events.is_file() else 0
+        known = self._over.get(paths.root)
+        if known is not None and known[0] == size:
+            return known[1]
+        brief = self._follow(paths).brief()
+        if brief["state"] in ENDED:
+            self._over[paths.root] = (size, brief)
+        return brief
 
     def _follow(self, paths: RunPaths) -> Followed:
         found = self._followed.get(paths.root)
@@ -200,5 +213,4 @@ class Desk:
         return place_notebooks(folder).name
 
     def _forget_overview(self) -> None:
-        with self._lock:
-            self._overview = None
+        self._overview = None  # without the lock, which a look at a slow disk may hold

@@ -176,8 +176,6 @@ def rename(record: RunRecord, name: str, new: str) -> dict[str, Any]:
         raise CheckpointError("a checkpoint's new name is empty")
     check_name(new)
     row, (folder, manifest) = record.found_checkpoint(name=name)
-    if new.startswith("."):
-        raise CheckpointError(f"{new!r} is not a name for a checkpoint: it begins with a dot")
     taken = [other for other in record.checkpoints() if other["name"] == new and other["path"] != row["path"]]
     if taken:
         raise CheckpointError(f"run {record.id} has a checkpoint {new} already, of step {taken[0]['step']}")
@@ -206,7 +204,7 @@ def delete(record: RunRecord, name: str, force: bool = False) -> dict[str, Any]:
     row, found = record.found_checkpoint(name=name)
     live = record.status()["state"] not in ENDED
     move = read_move(record.paths)
-    if live and move is not None and move.name == row["name"]:
+    if live and move is not None and move.name in (row["name"], found[0].name):
         raise CheckpointError(f"run {record.id} is about to go on from checkpoint {name}; delete it afterwards")
     if live and not force and _newest_good(record) == row["path"]:
         raise CheckpointError(
@@ -234,7 +232,11 @@ def _newest_good(record: RunRecord) -> str:
 def _remove_unused(record: RunRecord) -> None:
     """Remove frozen parts that no checkpoint refers to. Only where nothing saves: a save under way may count on one."""
     location = record.checkpoint_location
-    used = {part["folder"] for _, m in manifests(location, ()) for part in m.get("frozen", {}).values()}
+    known = manifests(location, ())
+    read = {folder.address for folder, _ in known}
+    if any(MANIFEST in folder.sizes() for folder in location.folders() if folder.address not in read):
+        return  # what that one refers to is not known: it may be readable again
+    used = {part["folder"] for _, m in known for part in m.get("frozen", {}).values()}
     for place in (location / FROZEN).folders():
         if place.name not in used:
             place.remove(first=MANIFEST)

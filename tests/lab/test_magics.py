@@ -1,18 +1,21 @@
 """`%load_ext mmlab`: words of the command line, and cells on live ranks, on real engines from a real kernel."""
 
 import time
+from types import SimpleNamespace
 
 import pytest
 from IPython.core.interactiveshell import InteractiveShell
 from lab_helpers import assert_ended, eventually, processes
 from test_kernel import Kernel
+from ui.synthetic import SyntheticRun
 
 from mmlab import Plan
-from mmlab.cluster.asking import engines_of, parse_ranks
-from mmlab.cluster.cells import names_of, offered
+from mmlab.cluster.asking import CellFailed, ask, engines_of, parse_ranks
+from mmlab.cluster.cells import BEGAN, names_of, offered
 from mmlab.errors import LabError, MmlabError
-from mmlab.lab import Lab
-from mmlab.magics import LabMagics, overview, takes_run
+from mmlab.lab import Lab, Run
+from mmlab.magics import LabMagics, between, overview, say, show, takes_run
+from mmlab.tracking.sent import Sent
 
 
 @pytest.fixture
@@ -79,6 +82,43 @@ def test_errors_are_one_message_and_help_costs_nothing(magics, capsys):
     assert "no live labs\nno run yet in " in capsys.readouterr().out
     magics.mmlab("runs")
     assert "no runs in" in capsys.readouterr().out
+
+
+def test_an_interrupt_while_the_run_is_to_pause_lets_it_go_on(magics, tmp_path, monkeypatch):
+    made = SyntheticRun(tmp_path)
+    made.start()
+    made.train(1)
+
+    def interrupted(sent):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Sent, "wait", interrupted)
+    with pytest.raises(KeyboardInterrupt), between(Run(made.dir)):
+        pytest.fail("the cell must not run")
+    assert made.answer() == ["pause", "resume"]
+    made.close()
+
+
+def test_a_rank_that_does_not_begin_is_given_up_once(capsys):
+    """While another one's cell goes on."""
+    ends = time.monotonic() + 0.5
+    aborted = []
+
+    def result(engine):
+        said = "" if engine else BEGAN
+        outputs = {"stdout": said, "stderr": "", "outputs": []}
+        return SimpleNamespace(
+            ready=lambda: not engine and time.monotonic() > ends, wait_for_output=lambda seconds: True,
+            get=lambda timeout: {"data": None}, metadata=outputs, msg_ids=[engine],
+        )  # fmt: skip
+
+    client = SimpleNamespace(
+        ids=[0, 1], direct_view=lambda engine: SimpleNamespace(apply_async=lambda *_: result(engine)),
+        abort=lambda ids, **_: aborted.append(ids),
+    )  # fmt: skip
+    with pytest.raises(CellFailed, match=r"^rank 1: does not answer"):
+        ask(SimpleNamespace(client=client), {0: 0, 1: 1}, "1", {}, say, show, timeout=0.1)
+    assert aborted == [[1]]
 
 
 @pytest.fixture(scope="module")

@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from ui.synthetic import SyntheticRun
@@ -174,7 +175,13 @@ def test_what_is_frozen_goes_with_the_last_that_refers_to_it(made):
     assert run.checkpoint_info("one")["shared_bytes"] == 9
     run.delete_checkpoint("one")
     made.finish()
+    unread = made.paths.checkpoints / "other" / MANIFEST
+    whole = unread.read_bytes()
+    unread.write_bytes(b"")  # as from a disk that does not answer: nobody knows what it refers to
     run.delete_checkpoint("two")
+    assert place.exists()
+    unread.write_bytes(whole)
+    run.delete_checkpoint("step-000010-a")
     assert not place.exists()
 
 
@@ -194,6 +201,9 @@ def test_the_one_that_a_run_is_moved_with_stays(made):
     write_json(made.paths.move, move)
     with pytest.raises(CheckpointError, match="about to go on from"):
         Run(made.dir).delete_checkpoint("step-000010-a", force=True)
+    Run(made.dir).rename_checkpoint("step-000010-a", "ten")  # the move knows it by its folder
+    with pytest.raises(CheckpointError, match="about to go on from"):
+        Run(made.dir).delete_checkpoint("ten", force=True)
 
 
 @pytest.mark.parametrize("address", ["file://{folder}", "memory://browsed{folder}"])
@@ -241,6 +251,7 @@ def test_a_branch_keeps_model_and_data(made, tmp_path):
     assert live_as(made.plan, plan).parallel.tp == 2
     for changes, said in (
         (("model.language.hidden=96", "data.lanes=4"), r"(?s)model\.language\.hidden stays .*data\.lanes stays"),
+        (("data.seed=5",), r"data\.seed stays 0, not 5"),
         (("train.steps=30",), "nothing is left to train"),
         (("parallel.tp=3",), "parallel.tp"),
         (("no.key=3",), "unknown key no.key"),
@@ -254,6 +265,18 @@ def test_a_branch_keeps_model_and_data(made, tmp_path):
     next(Path(run.checkpoint_info("best")["path"]).glob("*.distcp")).unlink()
     with pytest.raises(CheckpointError, match="is missing"):
         run.branched_plan(name="best")
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, OSError])
+def test_a_branch_that_is_cut_short_leaves_no_run(made, tmp_path, monkeypatch, error):
+    def cut_short(*_):
+        raise error("no room")
+
+    monkeypatch.setattr(checkpoints, "copy", cut_short)
+    lab = SimpleNamespace(_check_fits=lambda plan: None)
+    with pytest.raises(KeyboardInterrupt if error is KeyboardInterrupt else CheckpointError, match="no room"):
+        Run(made.dir).branch("parallel.tp=1", name="best", lab=lab)
+    assert [path.parent for path in tmp_path.glob("*/run.json")] == [made.dir]
 
 
 def test_adapters_go_along(made):

@@ -218,3 +218,14 @@ def test_a_name_that_was_given_is_found_and_the_old_one_is_free(tmp_path):
     assert Retention(Location(tmp_path)).prune(0, 0) == []
     assert read_manifest(find(tmp_path, name="best"))["step"] == 2
     assert read_manifest(find(tmp_path, name="first"))["step"] == 1
+
+
+def test_names_that_were_swapped_mean_what_they_say(tmp_path):
+    """Folders keep their names: the newer one's is the older one's name now."""
+    for step in (1, 2):
+        saved(tmp_path, step)
+    for step, given in ((1, "step-2"), (2, "step-1")):
+        folder = Location(tmp_path) / f"step-{step}"
+        write_manifest(folder, read_manifest(folder) | {"given": given})
+    assert read_manifest(find(tmp_path, name="step-2"))["step"] == 1
+    assert read_manifest(find(tmp_path, name="step-1"))["step"] == 2

@@ -37,7 +37,9 @@ def candidates(
     CheckpointError lists what there is when nothing fits.
     """
     found = known(checkpoints)
-    fits = [(p, m) for p, m in found if (not name or name in (p.name, called(p, m))) and step in (None, m["step"])]
+    of_step = [(p, m) for p, m in found if step in (None, m["step"])]
+    fits = [(p, m) for p, m in of_step if not name or name == called(p, m)]
+    fits = fits or [(p, m) for p, m in of_step if name == p.name]  # a folder keeps its name when another is given
     if step is not None or name:
         fits = [(p, m) for p, m in fits if m["lineage"] == lineage] or fits
         fits.sort(key=lambda pair: -pair[1]["time"])
