@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -161,11 +162,13 @@ class Browsed(Steered):
             "reason": f"branched off run {self._record.id}",
         }  # fmt: skip
         paths = create_run(runs_root(), plan.name, plan.dumps(), plan.world_size, plan.train.steps, parent=parent)
-        try:
-            checkpoints.copy(source, location_of(paths, plan.checkpoint.location), about)
-        except (OSError, CheckpointError) as error:
-            shutil.rmtree(paths.root, ignore_errors=True)
-            raise CheckpointError(f"checkpoint {parent['name']} cannot be taken over: {error}") from None
+        with contextlib.ExitStack() as undone:  # an impatient Ctrl-C too leaves no run without a beginning
+            undone.callback(shutil.rmtree, paths.root, ignore_errors=True)
+            try:
+                checkpoints.copy(source, location_of(paths, plan.checkpoint.location), about)
+            except (OSError, CheckpointError) as error:
+                raise CheckpointError(f"checkpoint {parent['name']} cannot be taken over: {error}") from None
+            undone.pop_all()
         run = type(self)(paths.root, home)
         home._launch(run, restore=parent["name"])
         return run

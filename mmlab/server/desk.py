@@ -111,7 +111,8 @@ class Desk:
 
     def _name(self, key: str, paths: RunPaths) -> dict[str, Any]:
         info = read_json(paths.run) or {}
-        lab = Path((info.get("lab") or {}).get("root", "")).name
+        lab = info.get("lab")
+        lab = Path(str(lab.get("root", ""))).name if isinstance(lab, dict) else ""
         known = {"key": key, "id": paths.root.name, "created": info.get("created", 0.0), "lab": lab}
         return known | {"generation": info.get("generation", 0), "world_size": info.get("world_size", 0)}
 
@@ -121,8 +122,9 @@ class Desk:
             if last_state(paths.events) in ENDED:
                 return self._name(key, paths) | self._ended(paths)
             return self._name(key, paths) | self._going(paths)
-        except (MmlabError, OSError, ValueError) as error:  # a damaged folder is no reason to show no other run
-            return self._name(key, paths) | {"state": "unreadable", "reason": str(error), "step": 0, "steps": 0}
+        except Exception as error:  # a damaged folder, of whatever kind, is no reason to show no other run
+            reason = str(error) if isinstance(error, MmlabError) else f"{type(error).__name__}: {error}"
+            return self._name(key, paths) | {"state": "unreadable", "reason": reason, "step": 0, "steps": 0}
 
     def _ended(self, paths: RunPaths) -> dict[str, Any]:
         size = paths.events.stat().st_size
@@ -211,5 +213,4 @@ class Desk:
         return place_notebooks(folder).name
 
     def _forget_overview(self) -> None:
-        with self._lock:
-            self._overview = None
+        self._overview = None  # without the lock, which a look at a slow disk may hold

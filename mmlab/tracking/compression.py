@@ -123,7 +123,7 @@ class CompressionTrail:
                 continue
             setting = _setting(event, module)
             if setting != self._settings.get(module):
-                if setting[0] != self._settings.get(module, ("none", {}))[0]:
+                if setting[0] != (self.changes[module][-1][1] if self.changes[module] else "none"):
                     self.changes[module].append((event["step"], setting[0]))
                 self._settings[module] = setting
                 self._measured.pop(module, None)

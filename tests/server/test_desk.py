@@ -34,3 +34,20 @@ def test_runs_whose_processes_are_gone_are_read_once(tmp_path: Path, monkeypatch
     assert set(again.values()) == {"failed"}
     for run in runs:
         run.close()
+
+
+def test_a_damaged_folder_hides_no_other_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MMLAB_RUNS", str(tmp_path / "runs"))
+    runs = [SyntheticRun(tmp_path / "runs", name=name) for name in ("whole", "damaged", "listless")]
+    for run in runs:
+        run.start()
+        run.train(1)
+    (tmp_path / "runs" / "no-run").mkdir()
+    (tmp_path / "runs" / "no-run" / "run.json").write_text("[1]")
+    runs[1].paths.run.write_text('{"created": 9e9, "lab": "x", "engines": 3, "steps": []}')
+    with open(runs[2].paths.events, "a") as file:
+        file.write('{"t": 1.0, "kind": "step", "lineage": "a", "step": 2, "loss": [], "seconds": "x"}\n')
+    found = {one["id"]: one["state"] for one in Desk(tmp_path).overview()["runs"]}
+    assert found == {runs[0].dir.name: "running", runs[1].dir.name: "unreadable", runs[2].dir.name: "unreadable"}
+    for run in runs:
+        run.close()

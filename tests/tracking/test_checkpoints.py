@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from ui.synthetic import SyntheticRun
@@ -264,6 +265,18 @@ def test_a_branch_keeps_model_and_data(made, tmp_path):
     next(Path(run.checkpoint_info("best")["path"]).glob("*.distcp")).unlink()
     with pytest.raises(CheckpointError, match="is missing"):
         run.branched_plan(name="best")
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, OSError])
+def test_a_branch_that_is_cut_short_leaves_no_run(made, tmp_path, monkeypatch, error):
+    def cut_short(*_):
+        raise error("no room")
+
+    monkeypatch.setattr(checkpoints, "copy", cut_short)
+    lab = SimpleNamespace(_check_fits=lambda plan: None)
+    with pytest.raises(KeyboardInterrupt if error is KeyboardInterrupt else CheckpointError, match="no room"):
+        Run(made.dir).branch("parallel.tp=1", name="best", lab=lab)
+    assert [path.parent for path in tmp_path.glob("*/run.json")] == [made.dir]
 
 
 def test_adapters_go_along(made):

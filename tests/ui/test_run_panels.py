@@ -58,6 +58,7 @@ def test_the_trail_forgets_what_the_run_went_back_from() -> None:
     trail.take({"kind": "lineage", "parent": "a", "parent_step": 1})
     assert [row.compressor for row in trail.table().rows] == ["powersgd"]
     assert not trail.errors["vision"]
+    trail.take({"kind": "step", "step": 2, "compression": {"vision": CODED}})
     assert list(trail.changes["vision"]) == [(1, "powersgd")]
     trail.take({"kind": "relayout"})
     assert trail.table().rows == CompressionTable([]).rows
