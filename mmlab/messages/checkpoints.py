@@ -70,7 +70,9 @@ def manifests(checkpoints: Location, keys: Sequence[str] = ("name", "step", "tim
 def check_name(name: str) -> None:
     """CheckpointError for a name that cannot be a folder's."""
     if name and (name != name.strip(". ") or not name.isprintable() or any(c in name for c in "/\\")):
-        raise CheckpointError(f"{name!r} is not a name for a checkpoint: letters, digits, - _ . only")
+        raise CheckpointError(
+            f"{name!r} is not a name for a checkpoint: no / and \\, no control characters, no blank or dot at an end"
+        )
     if len(name.encode()) > LONGEST_NAME:
         raise CheckpointError(f"a checkpoint's name has at most {LONGEST_NAME} bytes, not {len(name.encode())}")
 

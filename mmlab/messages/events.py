@@ -52,6 +52,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+from mmlab.messages.files import whole
+
 Event = dict[str, Any]
 TAIL = 1 << 18
 """Bytes at the end of a log in which its last state is looked for: a run that has ended writes nothing more."""
@@ -113,12 +115,19 @@ class EventLog:
 
 
 def parse_event(line: bytes) -> Event | None:
-    """The event of a line; None for one that was cut."""
+    """The event of a line; None for one that was cut, or that is none."""
     try:
         event = json.loads(line)
-    except ValueError:
-        return None  # a line cut by a crash or a full disk
-    return event if isinstance(event, dict) else None
+    except (ValueError, RecursionError):
+        return None  # a line cut by a crash or a full disk, or nested without end
+    if not isinstance(event, dict) or not isinstance(event.get("kind"), str) or not _is_time(event.get("t")):
+        return None
+    found: Event = whole(event) if b"\\ud" in line.lower() else event
+    return found
+
+
+def _is_time(value: Any) -> bool:
+    return isinstance(value, int | float) and abs(value) < float("inf")
 
 
 def read_events(path: Path, offset: int = 0, limit: int = -1) -> tuple[list[Event], int]:

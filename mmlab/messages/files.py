@@ -144,6 +144,18 @@ def read_json(path: Path) -> Any | None:
         return None
 
 
+def whole(value: Any) -> Any:
+    """A JSON value without halves of surrogate pairs: no UTF-8 holds them, so no page, pipe or file takes a text with
+    one. Each is a replacement character in what comes back."""
+    if isinstance(value, str):
+        return value if value.isascii() else value.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+    if isinstance(value, dict):
+        return {whole(key): whole(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [whole(item) for item in value]
+    return value
+
+
 def process_started(pid: int) -> float:
     """When a process started, seconds since the epoch; 0 when there is none."""
     try:

@@ -10,6 +10,7 @@ POST notebook                 copies the notebooks to the server's folder; {"pat
 
 from __future__ import annotations
 
+import errno
 import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -60,6 +61,8 @@ class Handler(ExtensionHandlerMixin, APIHandler):
         except MmlabError as error:
             raise web.HTTPError(409, _plain(error)) from None
         except OSError as error:
+            if error.errno == errno.ENAMETOOLONG:  # a key that no folder can have
+                raise web.HTTPError(404, _plain(error)) from None
             raise web.HTTPError(500, _plain(error)) from None
 
     def body(self) -> dict[str, Any]:

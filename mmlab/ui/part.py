@@ -10,12 +10,14 @@ import contextvars
 import threading
 import time
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from functools import partial
 from html import escape
 from typing import Any
 from uuid import uuid4
 
 from mmlab.errors import MmlabError
+from mmlab.messages.files import whole
 from mmlab.ui.panel import Panel, Reply
 from mmlab.ui.series import Series
 from mmlab.ui.source import Source
@@ -142,7 +144,7 @@ class Part:
             html = "\n".join(panel.html() for name, panel in self.panels.items() if name in self._shown)
             text = "\n\n".join(panel.text() for name, panel in self.panels.items() if name in self._shown)
         self._kept_still = time.monotonic()
-        view.still = html if len(html) <= MOST_STILL else f"<pre>{escape(text[:MOST_STILL])}</pre>"
+        view.still = whole(html if len(html) <= MOST_STILL else f"<pre>{escape(text[:MOST_STILL])}</pre>")
 
     def _heard(self, _: Any, message: dict[str, Any], __: Any) -> None:
         """A message of a page, on whichever thread the kernel chooses."""
@@ -191,12 +193,31 @@ class Part:
             with self._lock:
                 if self._end.is_set():
                     return
-                self._look()  # often, also unseen: a saved notebook is to show the end, and may be saved right after it
-                changed = self.source.state != self._shown_state  # told at once: the end, of which no more may follow
-                if changed or time.monotonic() - sent >= self._pause():
-                    sent = time.monotonic()
-                    self._send()
-                self._renew()
+                try:
+                    sent = self._turn(sent)
+                except (
+                    Exception
+                ) as error:  # one fault, or a folder that is gone, must not freeze the view without a word
+                    self._tell(error)
+
+    def _turn(self, sent: float) -> float:
+        """Look and send what is due; when was last sent."""
+        self._look()  # often, also unseen: a saved notebook is to show the end, and may be saved right after it
+        changed = self.source.state != self._shown_state  # told at once: the end, of which no more may follow
+        if changed or time.monotonic() - sent >= self._pause():
+            sent = time.monotonic()
+            self._send()
+        self._renew()
+        return sent
+
+    def _tell(self, error: Exception) -> None:
+        """Say in all panels what went wrong, until a later turn goes well."""
+        problem = {"problem": f"{type(error).__name__}: {error}"}
+        self._frames = {name: (float("-inf"), frame | problem) for name, (_, frame) in self._frames.items()}
+        self._want_history.set()  # what the failed turn had marked as sent may not have been
+        with suppress(Exception):  # where nothing can be sent there is nobody to tell
+            assert self._view is not None
+            self._view.send_tick({name: frame for name, (_, frame) in self._frames.items()}, {})
 
     def _pause(self) -> float:
         return self._period if time.monotonic() - self._seen < SEEN_FOR else max(self._period, UNSEEN_PERIOD)
@@ -280,4 +301,4 @@ def publish(data: dict[str, Any], metadata: dict[str, Any], display_id: str = ""
     from IPython.display import publish_display_data
 
     transient = {"display_id": display_id} if display_id else {}
-    publish_display_data(data, metadata, transient=transient, update=update)
+    publish_display_data(whole(data), metadata, transient=transient, update=update)

@@ -23,6 +23,7 @@ import anywidget
 import traitlets
 from ipywidgets import Widget
 
+from mmlab.messages.files import whole
 from mmlab.ui.series import Series
 
 Points = Mapping[str, Iterable[tuple[float, float]]]
@@ -116,6 +117,10 @@ class View(anywidget.AnyWidget):
         self._seq = 0
         self._frames: dict[str, dict[str, Any]] = {}
         self._names: dict[str, int] = {}
+
+    def send(self, content: Any, buffers: Any = None) -> None:
+        """Send a message to all pages; halves of surrogate pairs, which no message carries, are replaced."""
+        super().send(whole(content), buffers)
 
     def send_history(self, frames: Frames, curves: Mapping[str, Series]) -> None:
         """Send everything: whole frames and all curves, decimated."""

@@ -177,7 +177,7 @@ def test_paths_do_not_leave_the_root(server: Server, run: SyntheticRun, place: P
             "link", "runs/link", "runs/inner", f"../outside/{outside.dir.name}", f"..%2foutside%2f{outside.dir.name}",
             f"runs/..%2f..%2foutside/{outside.dir.name}", f"/{outside.dir}", f"%2f{outside.dir}", ".", "runs",
             "runs/none", f"runs//{run.dir.name}", f"runs/./{run.dir.name}", f"runs%00/{run.dir.name}",
-            f"runs\\{run.dir.name}",
+            f"runs\\{run.dir.name}", "a" * 300,
         ]  # fmt: skip
         for key in keys:
             assert server.ask("GET", f"mmlab/runs/{key}")[0] == 404, key

@@ -134,6 +134,20 @@ def test_a_fault_in_a_panel_is_a_refusal(shown: Dashboard, screen: Screen, monke
     assert screen.replies["7"]["refusal"] == "RuntimeError: no such thing"
 
 
+def test_a_fault_while_looking_is_told_and_the_view_goes_on(
+    shown: Dashboard, screen: Screen, started: SyntheticRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: Any) -> None:
+        raise OSError("stale file handle")
+
+    with monkeypatch.context() as broken:
+        broken.setattr(RunSource, "look", fail)
+        until(lambda: screen.frame().get("problem") == "OSError: stale file handle")
+    started.train(2)
+    until(lambda: screen.frame()["step"] == 7 and not screen.frame()["problem"])
+    assert screen.curves["loss"] == 7
+
+
 def test_what_stays_live_after_the_end_rests_while_nobody_looks(
     started: SyntheticRun, screen: Screen, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -12,6 +12,8 @@ from importlib.resources import files
 from typing import Any
 
 import pytest
+from ipywidgets import Widget
+from jupyter_client.session import json_packer
 
 from mmlab.ui.series import CAPACITY, Series
 from mmlab.ui.view import View, code, script, style
@@ -100,6 +102,18 @@ def test_values_beyond_single_precision_are_infinite_not_an_error(sent: Sent) ->
     _, values = decode(sent[0][1], 0)
     assert values[:2] == [math.inf, -math.inf]
     assert math.isnan(values[2])
+
+
+def test_a_text_that_no_message_can_carry_is_mended(monkeypatch: pytest.MonkeyPatch) -> None:
+    carried: list[dict[str, Any]] = []
+    monkeypatch.setattr(
+        Widget, "send", lambda _, content, buffers=None: carried.append(json.loads(json_packer(content)))
+    )
+    view = View(["head"], "label")
+    view.send_tick({"head": {"said": ["saved 检查点", "no \ud800"]}}, {})
+    assert carried[-1]["frames"]["head"]["said"] == ["saved 检查点", "no \ufffd"]
+    view.refuse(1, "\udcff.tar")
+    assert carried[-1]["refusal"] == "\ufffd.tar"
 
 
 def test_no_data_is_a_synced_trait() -> None:
