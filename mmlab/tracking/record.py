@@ -319,6 +319,11 @@ class RunRecord:
         """Steps that all ranks traced, in the order of their traces."""
         return self._traces.steps(int(self.info.get("world_size", 0)))
 
+    @property
+    def traces_found(self) -> int:
+        """How many records of traced steps were found so far, of all ranks."""
+        return self._traces.found
+
     def traces(self, step: int | None = None) -> dict[int, dict[str, Any]]:
         """Measured ops of a step (default: the last one that all ranks traced), by rank: {"step", "t0", "ops"}."""
         steps = self.traced_steps()

@@ -27,6 +27,8 @@ class Traces:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
+        self.found = 0
+        """Records found so far: a run that went back traces steps anew."""
         self._read: dict[int, int] = {}
         self._where: dict[int, dict[int, tuple[int, int]]] = defaultdict(dict)
 
@@ -66,6 +68,7 @@ class Traces:
         for line in data[: data.rfind(b"\n") + 1].splitlines(keepends=True):
             if found := _STEP.match(line):
                 self._where[rank][int(found[1])] = (offset, len(line))
+                self.found += 1
             offset += len(line)
         self._read[rank] = offset
 

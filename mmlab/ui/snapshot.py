@@ -32,7 +32,9 @@ class Snapshot:
     def _repr_png_(self) -> tuple[bytes, dict[str, Any]]:
         return self.png, {"width": picture.WIDTH}
 
-    def _repr_html_(self) -> str:
+    def html(self) -> str:
+        """The picture in a tag, with the text for who does not see it. Not what a cell holds: with the picture itself
+        a saved notebook would have it twice."""
         data = base64.b64encode(self.png).decode()
         style = f"width:{picture.WIDTH}px;max-width:100%"
         return f'<img src="data:image/png;base64,{data}" alt="{escape(self.text)}" style="{style}">'

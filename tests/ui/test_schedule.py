@@ -56,6 +56,10 @@ def test_a_frame_has_the_plan_and_the_newest_traced_step(run: SyntheticRun) -> N
     assert [[KINDS[op[0]] for op in line] for line in ops] == [[t.op.kind for t in line] for line in timeline]
     assert frame["measured"]["bubble"] == panel.feed.record.measured().bubble()
     assert panel.frame()["measured"] is frame["measured"], "read once"
+    run.trace(slow=5)
+    again = panel.frame()
+    assert again["measured"]["step"] == 22
+    assert again["measured"]["bubble"] > frame["measured"]["bubble"], "traced anew, after a restore"
     assert panel.handle("step", {"step": 12})["step"] == 12
     with pytest.raises(MmlabError, match="steps 12, 22"):
         panel.handle("step", {"step": 5})

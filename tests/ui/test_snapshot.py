@@ -33,7 +33,7 @@ def test_picture_is_a_png_at_twice_its_css_size(started: SyntheticRun, steps: in
     assert image.width == 2 * metadata["width"] == 2 * picture.WIDTH
     assert len(image.convert("RGB").getcolors(1 << 20) or []) > 10
     assert len(png) < 200_000
-    assert shown._repr_html_().startswith('<img src="data:image/png;base64,')
+    assert shown.html().startswith('<img src="data:image/png;base64,')
 
 
 def test_bundle_of_a_failed_run_shows_why(started: SyntheticRun) -> None:

@@ -55,6 +55,7 @@ class SchedulePanel(RunPanel):
         self._planned: dict[str, Any] = {}
         self._estimated: Timeline = []
         self._measured: dict[str, Any] | None = None
+        self._found_then = 0
 
     def _prepare(self) -> None:
         """What follows from the plan, once for each (a relayout makes another)."""
@@ -69,7 +70,8 @@ class SchedulePanel(RunPanel):
         steps = self._steps()
         if not steps:
             self._measured = None
-        elif self._measured is None or self._measured["step"] != steps[-1]:
+        elif self._measured is None or self._found_then != self.feed.record.traces_found:
+            self._found_then = self.feed.record.traces_found  # not by the step: one may be traced again
             self._measured = self._of(steps[-1])
         every = self.feed.plan.tracking.trace_every
         return {**self._planned, "every": every, "steps": sorted(steps[-OFFERED:]), "measured": self._measured}

@@ -72,7 +72,7 @@ PANELS.controls = class extends Panel {
     this.rateAcks = make("span", { class: "mm-acks" });
     this.node.append(make("div", { class: "mm-steering" }, ...first.map((control) => control.node)), make("div", { class: "mm-acks" }, ...first.map((control) => control.line)),
       make("div", { class: "mm-steering" }, this.rates, this.move.node), make("div", { class: "mm-acks" }, this.rateAcks, this.move.line),
-      make("div", { class: "mm-answer" }, this.checked, this.said));
+      make("div", { class: "mm-answer", tabindex: 0, role: "group", "aria-label": t("Newest answer") }, this.checked, this.said));
     this.buttons = [...this.node.querySelectorAll("button, input")];
   }
 
