@@ -135,7 +135,7 @@ def start_a_lab_and_attach(session: Session) -> list[int]:
     expect(page.locator(".jp-CodeCell").first).to_contain_text("mmlab.Lab.attach")
     page.locator(".jp-CodeCell .cm-content").first.click()
     page.keyboard.press("Shift+Enter")
-    expect(page.locator(".jp-OutputArea").first).to_contain_text("3 of 3 engines", timeout=30_000)
+    expect(page.locator(".jp-OutputArea").first).to_contain_text("3 of 3 up", timeout=30_000)
     return lab_processes(session.folder)
 
 
