@@ -49,6 +49,7 @@ import json
 import os
 import threading
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -61,6 +62,17 @@ ENDED = ("failed", "finished", "stopped")
 """States in which a run no longer computes."""
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 """What a disk answers that is full, or full for this user or this file."""
+NEEDED: Mapping[str, Mapping[str, type]] = {
+    "state": {"state": str},
+    "lineage": {"id": str, "parent": str, "parent_step": int},
+    "step": {"step": int, "lineage": str},
+    "command": {"step": int, "verb": str, "args": dict, "ok": bool},
+    "checkpoint": {"step": int},
+    "restore": {"values": dict},
+    "relayout": {"step": int, "steps": int, "lineage": str},
+}
+"""Fields without which an event of a kind is none: what says where a run stands is read by the ranks themselves, so one
+foreign line must not end a run."""
 MOST_KEPT = 1 << 22
 """Bytes of events that wait for room on a full disk: those of some thousand steps."""
 
@@ -121,6 +133,8 @@ def parse_event(line: bytes) -> Event | None:
     except (ValueError, RecursionError):
         return None  # a line cut by a crash or a full disk, or nested without end
     if not isinstance(event, dict) or not isinstance(event.get("kind"), str) or not _is_time(event.get("t")):
+        return None
+    if any(not isinstance(event.get(name), kind) for name, kind in NEEDED.get(event["kind"], {}).items()):
         return None
     found: Event = whole(event) if b"\\ud" in line.lower() else event
     return found

@@ -224,9 +224,11 @@ def test_a_line_cut_short_costs_no_other_event(paths, log):
 def test_what_is_no_event_is_passed_over_and_texts_can_be_shown(paths, log):
     junk = [b"\xff\xfe", b"[" * 100_000, b"{}", b'{"t": 1}', b'{"kind": "step"}', b'{"t": NaN, "kind": "step"}', b"7"]
     junk += [b'{"t": "x", "kind": "state", "state": "failed"}', b'{"t": 1, "kind": ["state"]}']
+    kinds = ("state", "step", "lineage", "command", "restore", "relayout", "checkpoint")
+    junk += [b'{"t": 1, "kind": "%s", "lineage": "a"}' % kind.encode() for kind in kinds]
     with open(paths.events, "ab") as file:
         file.write(b"\n".join(junk) + b"\n")
-    log.emit("command", message="half \ud800 of \U0001f600")
+    log.emit("command", step=0, verb="pause", args={}, ok=True, message="half \ud800 of \U0001f600")
     assert [event["kind"] for event in RunRecord(paths.root).events()][-1:] == ["command"]
     assert len(RunRecord(paths.root).events()) == len(paths.events.read_bytes().splitlines()) - len(junk)
     assert RunRecord(paths.root).events()[-1]["message"] == "half \ufffd of \U0001f600"
