@@ -37,6 +37,7 @@ class Followed(Steered):
     def __init__(self, run_dir: Path) -> None:
         self.feed = Feed(run_dir, capacity=POINTS)
         self._record = self.feed.record
+        self.created = self._record.info.get("created")
         self.lock = threading.Lock()
         self.asked = time.monotonic()
 
@@ -152,8 +153,9 @@ class Desk:
 
     def _follow(self, paths: RunPaths) -> Followed:
         found = self._followed.get(paths.root)
-        if found is None:
+        if found is None or found.created != (read_json(paths.run) or {}).get("created"):  # else a new run of that name
             found = Followed(paths.root)
+            self._over.pop(paths.root, None)
             for root, _ in sorted(self._followed.items(), key=lambda item: item[1].asked)[: -FEEDS + 1]:
                 self._followed.pop(root, None)
             self._followed[paths.root] = found
