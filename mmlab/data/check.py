@@ -17,7 +17,7 @@ from PIL import Image
 
 from mmlab.data.index import Progress, image_size, read_turns
 from mmlab.data.packing.pack import MANIFEST
-from mmlab.data.processes import start_pool
+from mmlab.data.processes import Pool
 from mmlab.data.remote import beside, is_address, is_remote, shown_name
 from mmlab.data.shards import Member, ScannedSample, ShardFiles, open_shard, scan_shard
 from mmlab.data.sources import shards_of_set
@@ -79,7 +79,7 @@ def _done(jobs: Sequence[Callable[[], Checked]], workers: int) -> Iterator[Check
     if not workers:
         yield from (job() for job in jobs)
         return
-    with start_pool(min(workers, len(jobs))) as pool:
+    with Pool(min(workers, len(jobs))) as pool:
         try:
             futures = [pool.submit(job) for job in jobs]
             yield from (future.result() for future in futures)

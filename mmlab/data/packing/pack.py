@@ -22,7 +22,7 @@ from mmlab.data.packing.options import PackOptions, Prepared, Record
 from mmlab.data.packing.prepare import prepare
 from mmlab.data.packing.shelf import Journal, Shard, Shelf, write_whole
 from mmlab.data.packing.sources import Source, open_source
-from mmlab.data.processes import start_pool
+from mmlab.data.processes import Pool
 from mmlab.data.tokenizer import TextTokenizer
 from mmlab.data.write import DESCRIPTION
 from mmlab.errors import DataError
@@ -313,7 +313,7 @@ def _prepared(records: Iterator[Record], images: Path, options: PackOptions) -> 
         for batch in batches:
             yield from prepare(batch, images, options)
         return
-    with start_pool(options.workers) as pool:
+    with Pool(options.workers) as pool:
         waiting: deque[Future[list[Prepared]]] = deque()
         try:
             for batch in batches:
