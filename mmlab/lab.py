@@ -357,10 +357,7 @@ class Lab(ShownLab):
             self.close()
 
     def __repr__(self) -> str:
-        status = self.status()
-        job = f", job {status['job']}" if status["job"] else ""
-        reason = f": {status['reason']}" if status["reason"] else ""
-        return f"<Lab {self.id}: {status['state']}, {status['ready']} of {status['engines']} engines{job}{reason}>"
+        return f"<Lab {registry.status_text(self.status())}>"
 
     def _repr_html_(self) -> str:
         status = self.status()

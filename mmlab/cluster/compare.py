@@ -1,12 +1,10 @@
-"""Comparing checkpoints in a process of its own: whoever asks (a kernel, the command line) does not load torch."""
+"""Comparing checkpoints, in a process of its own."""
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 from typing import Any
 
+from mmlab.cluster.apart import apart
 from mmlab.errors import CheckpointError
 from mmlab.messages.checkpoints import read_manifest
 from mmlab.messages.locations import Location
@@ -20,11 +18,8 @@ def compare(first: dict[str, Any], second: dict[str, Any]) -> Comparison:
     CheckpointError with the reason when one is damaged or cannot be read.
     """
     plans = [_plan(row) for row in (first, second)]
-    command = [sys.executable, "-m", "mmlab.train.compare", json.dumps([first["path"], second["path"]])]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode != 0:
-        raise CheckpointError(done.stderr.strip().rpartition("\n")[2] or f"comparing ended with {done.returncode}")
-    return Comparison(first, second, plans[0].diff(plans[1]), **json.loads(done.stdout))
+    found = apart("mmlab.train.compare", [first["path"], second["path"]], "comparing")
+    return Comparison(first, second, plans[0].diff(plans[1]), **found)
 
 
 def _plan(row: dict[str, Any]) -> Plan:

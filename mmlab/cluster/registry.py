@@ -237,6 +237,13 @@ def status(paths: LabPaths, config: dict[str, Any]) -> dict[str, Any]:
     return {key: info.get(key, value) for key, value in found.items()}
 
 
+def status_text(status: dict[str, Any]) -> str:
+    """A lab's `status` in a line."""
+    job = f", job {status['job']}" if status["job"] else ""
+    reason = f": {status['reason']}" if status["reason"] else ""
+    return f"{status['id']}: {status['state']}, {status['ready']} of {status['engines']} engines{job}{reason}"
+
+
 def last_words(paths: LabPaths) -> str:
     """The end of the log of a keeper that died; empty when the lab ended as it should, and removed its folder."""
     try:

@@ -178,6 +178,17 @@ def last_steps(lineages: list[Event]) -> dict[str, float]:
     return last
 
 
+def live_values(values: dict[str, Any], event: Event) -> dict[str, Any]:
+    """Live fields of the plan as they stand after an event, from how they stood before it: {dotted key: value}."""
+    if event["kind"] == "restore":
+        return values | event["values"]
+    if event["kind"] == "relayout":
+        return {}  # they are in the plan that it has written
+    if event["kind"] == "command" and event["verb"] == "set" and event["ok"]:
+        return values | event["args"].get("values", {})
+    return values
+
+
 def planned_steps(events: list[Event], default: int) -> int:
     """Planned steps of a run with what `set` made of them; `default` is the plan's own number."""
     for event in reversed(events):

@@ -20,12 +20,8 @@ def branched(saved: Plan, step: int, *changes: Plan | str | Path | Mapping[str, 
     The layout, the training and most of the data may be others; the model, its adapters and what a place in the data
     means may not. PlanError with each reason, and where the new plan has problems.
     """
-    first = changes[0] if changes else None
-    if isinstance(first, Plan | Path) or (isinstance(first, str) and "=" not in first):
-        whole = first if isinstance(first, Plan) else Plan.load(first)
-        new = whole.with_(*changes[1:])  # type: ignore[arg-type]
-    else:
-        new = saved.with_(*changes)  # type: ignore[arg-type]
+    whole = Plan.named(changes[0]) if changes else None
+    new = saved.with_(*changes) if whole is None else whole.with_(*changes[1:])  # type: ignore[arg-type]
     lines = list(_refusals(saved, new))
     if lines:
         raise PlanError("\n  ".join(["a branch keeps the model and the order of the data:", *lines]))

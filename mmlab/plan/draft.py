@@ -11,7 +11,7 @@ from typing import Any
 from mmlab.errors import PlanError
 from mmlab.plan.entry import entry, parse, shown
 from mmlab.plan.io import Diff
-from mmlab.plan.keys import get, known_keys, nearest
+from mmlab.plan.keys import get, known_key
 from mmlab.plan.plan import Plan
 from mmlab.plan.problems import Fix, Problem, Problems
 from mmlab.plan.spelled import Base, Spelled, nearest_preset
@@ -113,9 +113,7 @@ class Draft:
 
         PlanError on an unknown key.
         """
-        if key not in known_keys():
-            raise PlanError(f"unknown key {key}; the nearest known one is {nearest(key)}")
-        known = known_keys()[key]
+        known = known_key(key)
         try:
             value = parse(known, text) if entry(known) != "choice" else text
             plan = self.plan.with_({key: value})
@@ -136,8 +134,7 @@ class Draft:
 
     def reset(self, key: str) -> None:
         """A field as the base has it. PlanError on an unknown key."""
-        if key not in known_keys():
-            raise PlanError(f"unknown key {key}; the nearest known one is {nearest(key)}")
+        known_key(key)
         self.set(key, get(self.base.plan, key))
 
     def fix(self, fix: Fix | Iterable[str]) -> None:

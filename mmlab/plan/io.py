@@ -15,7 +15,7 @@ from pydantic import ValidationError
 
 from mmlab.errors import PlanError
 from mmlab.plan import schema
-from mmlab.plan.keys import flatten, get, known_keys, live_keys, nearest, sections
+from mmlab.plan.keys import flatten, get, known_key, known_keys, live_keys, sections, unknown_key
 from mmlab.plan.tables import html_table, text_table
 
 P = TypeVar("P", bound=schema.Plan)
@@ -42,7 +42,7 @@ def _unknown(data: Mapping[str, Any]) -> list[str]:
                 f"{name} = {_shown(value)}: {name} is a section of the plan, write [{name}] and its keys below"
             )
         else:
-            lines.append(f"unknown key {name}; the nearest known one is {nearest(name)}")
+            lines.append(unknown_key(name))
     return lines
 
 
@@ -164,9 +164,7 @@ def with_changes(plan: P, changes: Iterable[str | Mapping[str, Any]]) -> P:
 def set_live(plan: P, values: Mapping[str, Any]) -> P:
     """A copy of the plan with live fields changed. PlanError on keys that a run cannot change."""
     for name, _ in flatten(values):
-        if name not in known_keys():
-            raise PlanError(f"unknown key {name}; the nearest known one is {nearest(name)}")
-        if not known_keys()[name].live:
+        if not known_key(name).live:
             raise PlanError(f"{name} cannot change during a run; these can: {', '.join(live_keys())}")
     return with_changes(plan, [values])
 

@@ -11,6 +11,7 @@ from typing import Any, Literal, get_args, get_origin
 
 from annotated_types import Ge, Gt, Le, Lt
 
+from mmlab.errors import PlanError
 from mmlab.plan.schema import LIVE, Plan, Section
 from mmlab.plan.section import Ranks
 
@@ -108,6 +109,18 @@ def nearest(name: str) -> str:
         return whole + difflib.SequenceMatcher(None, leaf, known.rpartition(".")[2]).ratio()
 
     return max(candidates, key=likeness)
+
+
+def known_key(name: str) -> Key:
+    """The field of a dotted key. PlanError, with the nearest known key, where there is none."""
+    if name not in known_keys():
+        raise PlanError(unknown_key(name))
+    return known_keys()[name]
+
+
+def unknown_key(name: str) -> str:
+    """That a dotted key is none, with the nearest known one."""
+    return f"unknown key {name}; the nearest known one is {nearest(name)}"
 
 
 def get(plan: Section, name: str) -> Any:

@@ -10,7 +10,7 @@ from mmlab.plan.layout import Layout, Place
 from mmlab.plan.schedule import build_schedule
 from mmlab.plan.schema import Plan
 from mmlab.plan.sizes import Share, rank_share
-from mmlab.plan.tables import html_table, text_table
+from mmlab.plan.tables import html_table, size_text, text_table
 
 MOST_PLAYED = 8_000
 """Ranks x microbatches x chunks up to which activations are computed: 0.2 s there (vlm-70b's 2,688 take 0.07)."""
@@ -155,7 +155,4 @@ def bytes_text(count: float | None) -> str:
     """Bytes in three digits: 1.2 GB, 34 MB; a dash for none, "?" for what is not known."""
     if count is None:
         return "?"
-    for name, size in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if count >= size:
-            return f"{count / size:.3g} {name}"
-    return f"{count:.0f} B" if count else "-"
+    return size_text(count) if count else "-"

@@ -33,6 +33,14 @@ class Plan(schema.Plan):
         raise PlanError(f"{reason}, and no preset of that name; presets: {', '.join(presets.preset_names())}")
 
     @classmethod
+    def named(cls, given: Any) -> Plan | None:
+        """The plan that is given whole, itself, by its path or as a preset; None for a change to one, such as
+        "parallel.tp=2". PlanError as from `load`."""
+        if isinstance(given, Plan):
+            return given
+        return cls.load(given) if isinstance(given, Path) or (isinstance(given, str) and "=" not in given) else None
+
+    @classmethod
     def preset(cls, name: str) -> Self:
         """A plan that comes with mmlab. PlanError lists the names where there is none like it."""
         if name not in presets.preset_names():

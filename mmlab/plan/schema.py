@@ -94,6 +94,11 @@ class ParallelConfig(Section):
         """Whether backward runs as two ops, one for inputs and one for the weights of linear layers."""
         return self.schedule in ("zb_h1", "zb_v")
 
+    def degrees_text(self) -> list[str]:
+        """The degrees above 1, in words: ["vision_dp 2", "tp 2"]."""
+        degrees = ("vision_dp", "dp", "tp", "pp", "cp")
+        return [f"{name} {getattr(self, name)}" for name in degrees if getattr(self, name) > 1]
+
 
 class PrecisionConfig(Section):
     """Number format of the computation; master weights and optimizer stay at least fp32.

@@ -35,6 +35,14 @@ def _aligned(parts: Sequence[str], widths: Sequence[int]) -> str:
     return "  ".join(part.ljust(width) for part, width in zip(parts, widths, strict=True)).rstrip()
 
 
+def size_text(count: float) -> str:
+    """Bytes in three digits: 1.2 GB, 34 MB, 5 B."""
+    for unit, many in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if count >= many:
+            return f"{count / many:.3g} {unit}"
+    return f"{count:.0f} B"
+
+
 def html_table(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """An HTML table with its own colours; cell texts are escaped."""
     head = "".join(f'<th style="{_CELL};border-bottom:2px solid #a0aec0">{escape(text)}</th>' for text in headers)

@@ -118,38 +118,30 @@ class Desk:
         return known | {"generation": info.get("generation", 0), "world_size": info.get("world_size", 0)}
 
     def _listed(self, key: str, paths: RunPaths) -> dict[str, Any]:
-        """A run in a list. Of one that has ended only the end of the log is read, once."""
+        """A run in a list. Of one that has ended only the end of the log is read; of one that has, or whose processes
+        are gone, nothing again until the log grows."""
         try:
-            if last_state(paths.events) in ENDED:
-                return self._name(key, paths) | self._ended(paths)
-            return self._name(key, paths) | self._going(paths)
+            size = paths.events.stat().st_size if paths.events.is_file() else 0
+            known = self._over.get(paths.root)
+            if known is None or known[0] != size:
+                over = last_state(paths.events) in ENDED
+                brief = self._ended(paths, size) if over else self._follow(paths).brief()
+                if brief["state"] not in ENDED:
+                    return self._name(key, paths) | brief
+                known = self._over[paths.root] = (size, brief)
+            return self._name(key, paths) | known[1]
         except Exception as error:  # a damaged folder, of whatever kind, is no reason to show no other run
             reason = str(error) if isinstance(error, MmlabError) else f"{type(error).__name__}: {error}"
             return self._name(key, paths) | {"state": "unreadable", "reason": reason, "step": 0, "steps": 0}
 
-    def _ended(self, paths: RunPaths) -> dict[str, Any]:
-        size = paths.events.stat().st_size
-        known = self._over.get(paths.root)
-        if known is None or known[0] != size:
-            events, _ = read_events(paths.events, max(0, size - TAIL))
-            state = next((e for e in reversed(events) if e["kind"] == "state"), {})
-            step = next((e for e in reversed(events) if e["kind"] == "step"), {})
-            brief = {"state": state.get("state", ""), "reason": state.get("reason") or ""}
-            brief |= {"step": step.get("step", state.get("step", 0)), "loss": step.get("loss")}
-            steps = planned_steps(events, int((read_json(paths.run) or {}).get("steps", 0)))
-            known = self._over[paths.root] = (size, brief | {"steps": steps})
-        return known[1]
-
-    def _going(self, paths: RunPaths) -> dict[str, Any]:
-        """A run whose log does not say that it has ended; of one whose processes are gone it is read once, too."""
-        size = paths.events.stat().st_size if paths.events.is_file() else 0
-        known = self._over.get(paths.root)
-        if known is not None and known[0] == size:
-            return known[1]
-        brief = self._follow(paths).brief()
-        if brief["state"] in ENDED:
-            self._over[paths.root] = (size, brief)
-        return brief
+    def _ended(self, paths: RunPaths, size: int) -> dict[str, Any]:
+        """What the end of a log of that size says of a run that has ended."""
+        events, _ = read_events(paths.events, max(0, size - TAIL))
+        state = next((e for e in reversed(events) if e["kind"] == "state"), {})
+        step = next((e for e in reversed(events) if e["kind"] == "step"), {})
+        brief = {"state": state.get("state", ""), "reason": state.get("reason") or ""}
+        brief |= {"step": step.get("step", state.get("step", 0)), "loss": step.get("loss")}
+        return brief | {"steps": planned_steps(events, int((read_json(paths.run) or {}).get("steps", 0)))}
 
     def _follow(self, paths: RunPaths) -> Followed:
         found = self._followed.get(paths.root)

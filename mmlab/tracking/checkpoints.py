@@ -36,8 +36,6 @@ if TYPE_CHECKING:
     from mmlab.plan import Plan
     from mmlab.tracking.record import RunRecord
 
-DEGREES = ("vision_dp", "dp", "tp", "pp", "cp")
-
 
 @lru_cache(maxsize=256)
 def _layout(plan_toml: str) -> str:
@@ -53,7 +51,7 @@ def _layout(plan_toml: str) -> str:
 def layout_text(plan: Plan) -> str:
     """The layout of a plan in words: "6 ranks: vision_dp 2, tp 2, pp 2, zero1"."""
     p = plan.parallel
-    parts = [f"{name} {getattr(p, name)}" for name in DEGREES if getattr(p, name) > 1]
+    parts = p.degrees_text()
     parts += [value for value in (p.sharding,) if value != "none"]
     parts += ["DeepSpeed"] if p.engine == "deepspeed" else []
     ranks = f"{plan.world_size} rank{'s' * (plan.world_size > 1)}"

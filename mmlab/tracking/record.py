@@ -18,7 +18,7 @@ from mmlab.errors import CheckpointError, MmlabError
 from mmlab.messages.beacon import LEFT_UNSAID, BeaconState, all_left, read_beacons
 from mmlab.messages.checkpoints import Found, chain, location_of, newest_first
 from mmlab.messages.control import read_command
-from mmlab.messages.events import ENDED, Event, last_steps, planned_steps, read_events
+from mmlab.messages.events import ENDED, Event, last_steps, live_values, planned_steps, read_events
 from mmlab.messages.failures import Failure, read_failures
 from mmlab.messages.files import RunPaths, process_alive, read_json
 from mmlab.messages.locations import Location
@@ -150,12 +150,7 @@ class RunRecord:
 
         values: dict[str, Any] = {}
         for event in self.rare_events():
-            if event["kind"] == "restore":
-                values |= event["values"]
-            elif event["kind"] == "relayout":
-                values = {}  # they are in the plan that it has written
-            elif event["kind"] == "command" and event["verb"] == "set" and event["ok"]:
-                values |= event["args"]["values"]
+            values = live_values(values, event)
         return set_live(self.plan, values) if values else self.plan
 
     def last_step(self) -> Event | None:

@@ -140,11 +140,11 @@ class Steered:
     ) -> tuple[dict[str, Any], Plan]:
         """What these make otherwise in the plan as it is now, by dotted key, and the plan that they lead to."""
         live = self._record.live_plan()
-        if isinstance(plan, Plan | Path) or (isinstance(plan, str) and "=" not in plan):
-            whole = plan if isinstance(plan, Plan) else Plan.load(plan)
+        whole = Plan.named(plan)
+        if whole is not None:
             values = differences(self._record.plan, whole.with_(*changes))
         else:
-            values = differences(live, live.with_(plan, *changes))
+            values = differences(live, live.with_(plan, *changes))  # type: ignore[arg-type]
         return values, relaid(live, values)
 
     def _send(self, verb: str, **args: Any) -> Sent:

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from html import escape
 from typing import Any
 
-from mmlab.plan.tables import html_table, text_table
+from mmlab.plan.tables import html_table, size_text, text_table
 
 WINDOW = 20
 """Last steps over which tables take means."""
@@ -47,12 +47,7 @@ class Table:
 
 def size(count: float | None) -> str:
     """Bytes in three digits; empty for none."""
-    if count is None:
-        return ""
-    for unit, many in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if count >= many:
-            return f"{count / many:.3g} {unit}"
-    return f"{count:.0f} B"
+    return "" if count is None else size_text(count)
 
 
 def milliseconds(seconds: float | None) -> str:

@@ -13,7 +13,7 @@ from typing import Any
 
 from mmlab.messages import ENDED, PHASES, Event, RunPaths, read_events
 from mmlab.messages.checkpoints import chain
-from mmlab.messages.events import last_steps
+from mmlab.messages.events import last_steps, live_values
 from mmlab.plan import Plan, set_live
 from mmlab.tracking.bottleneck import SKIPPED
 from mmlab.tracking.compression import CompressionTrail
@@ -165,12 +165,16 @@ class Feed:
         present = self.record.present(self.state, self.reason)
         self.state, self.reason, self.ranks = present["state"], present["reason"], present["ranks"]
 
+    def near(self, names: Iterable[str], low: float, high: float) -> dict[str, Series] | None:
+        """Curves between two steps; None where points were merged, so that `closer` has more of them."""
+        series = {name: self.curves[name] for name in names if name in self.curves}
+        if not all(one.whole for one in series.values()):
+            return None
+        return {name: one.between(low, high) for name, one in series.items()}
+
     def closer(self, names: Iterable[str], low: float, high: float) -> dict[str, Series]:
-        """Curves between two steps, from the log, where `curves` has merged points. Takes up to a second for each
-        100,000 steps; any thread."""
+        """Curves between two steps, from the log. Takes up to a second for each 100,000 steps; any thread."""
         wanted = set(names)
-        if all(self.curves[name].whole for name in wanted if name in self.curves):
-            return {name: self.curves[name].between(low, high) for name in wanted if name in self.curves}
         found = {name: Series(self._capacity) for name in wanted}
         last = last_steps(chain(list(self._lineages)))
         for start, end in self._index.pieces(low, high):
@@ -225,16 +229,16 @@ class Feed:
             self.sampled.append(event)
         elif kind == "command":
             self.commands.append(event)
-            if event.get("ok") and event.get("verb") == "set":
-                self._take_values(event.get("args", {}).get("values", {}))
+            if event["ok"] and event["verb"] == "set":
+                self._take_values(event["args"].get("values", {}))
         elif kind == "relayout":
             self.moved = int(event["step"])
             self.last_steps.clear()
             self.steps = int(event.get("steps", self.steps))
-            self.values = {}  # they are in the plan that it has written
             self.rates = {name: getattr(self.plan.train, name).lr for name in self.rates}
         elif kind == "restore":
-            self._take_values(event.get("values", {}))
+            self._take_values(event["values"])
+        self.values = live_values(self.values, event)
         if kind in SHOWN:
             self.recent.append(event)
         if mark := marked(event):
@@ -275,7 +279,6 @@ class Feed:
         self._phases.clear()
 
     def _take_values(self, values: dict[str, Any]) -> None:
-        self.values |= values
         for key, value in values.items():
             parts = key.split(".")
             if key == "train.steps":

@@ -90,7 +90,9 @@ class LabSource:
             return row
         row["alive"] = False
         with contextlib.suppress(psutil.Error):
-            process = self._processes.setdefault(up["pid"], psutil.Process(up["pid"]))
+            if up["pid"] not in self._processes:
+                self._processes[up["pid"]] = psutil.Process(up["pid"])
+            process = self._processes[up["pid"]]
             if process.is_running() and process.status() != psutil.STATUS_ZOMBIE:
                 row |= {"alive": True, "memory": process.memory_info().rss, "cpu": round(process.cpu_percent(None))}
         return row

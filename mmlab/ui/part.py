@@ -195,9 +195,7 @@ class Part:
                     return
                 try:
                     sent = self._turn(sent)
-                except (
-                    Exception
-                ) as error:  # one fault, or a folder that is gone, must not freeze the view without a word
+                except Exception as error:  # a fault, or a folder that is gone, must not freeze the view without a word
                     self._tell(error)
 
     def _turn(self, sent: float) -> float:
@@ -223,6 +221,7 @@ class Part:
         return self._period if time.monotonic() - self._seen < SEEN_FOR else max(self._period, UNSEEN_PERIOD)
 
     def _look(self) -> None:
+        """Take in what is new."""
         self.source.look()
 
     def frames(self) -> dict[str, dict[str, Any]]:

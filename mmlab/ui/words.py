@@ -39,8 +39,7 @@ def duration(seconds: float) -> str:
 def plan_text(plan: Plan) -> str:
     """Layout and batch of a plan in one line."""
     p = plan.parallel
-    degrees = [f"{name} {getattr(p, name)}" for name in ("vision_dp", "dp", "tp", "pp", "cp") if getattr(p, name) > 1]
-    layout = ", ".join([f"encoder on {p.vision}".replace("_", " "), *degrees])
+    layout = ", ".join([f"encoder on {p.vision}".replace("_", " "), *p.degrees_text()])
     batches = f"{p.microbatches} microbatches ({p.schedule})" if p.microbatches > 1 else "1 microbatch"
     return f"{plan.name}: {plan.world_size} ranks, {layout}; {plan.data.global_batch} samples a step in {batches}"
 

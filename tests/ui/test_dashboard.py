@@ -271,7 +271,7 @@ def test_a_refused_command_is_told_to_the_view(started: SyntheticRun, screen: Sc
     assert refusals == {
         "a": "train.language.lr must be at least 0", "b": "unknown command 'explode'", "c": "no panel 'nowhere'",
     }  # fmt: skip
-    assert Controls(RunSource(InboxRun(started.dir), started.dir)).waiting() == []
+    assert Controls(RunSource(InboxRun(started.dir), started.dir)).frame()["waiting"] == []
     dashboard.close()
 
 

@@ -191,9 +191,8 @@ class Charts(RunPanel):
         for track in self._tracks:
             with track.source.lock:  # copies of what the thread of a part adds to
                 names = names_of(self.shown, track.feed.curves)
-                near = {name: track.feed.curves[name].between(low, high) for name in names}
-                whole = all(track.feed.curves[name].whole for name in names)
-            for name, series in (near if whole else track.feed.closer(names, low, high)).items():
+                near = track.feed.near(names, low, high)
+            for name, series in (track.feed.closer(names, low, high) if near is None else near).items():
                 found[name + track.suffix] = series.points()
         sizes, buffers = packed(found)
         return Reply({"low": low, "high": high, "curves": sizes}, buffers)

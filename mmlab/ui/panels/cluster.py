@@ -5,6 +5,7 @@ from __future__ import annotations
 from html import escape
 from typing import Any
 
+from mmlab.cluster.registry import status_text
 from mmlab.plan.tables import html_table, text_table
 from mmlab.ui.lab_source import LabSource
 from mmlab.ui.panel import Panel
@@ -37,10 +38,7 @@ class Cluster(Panel):
         return {"state": self.source.lab.status()["state"]}
 
     def _line(self) -> str:
-        status = self.source.status
-        job = f", job {status['job']}" if status["job"] else ""
-        reason = f": {status['reason']}" if status["reason"] else ""
-        return f"lab {status['id']}: {status['state']}, {status['ready']} of {status['engines']} engines{job}{reason}"
+        return f"lab {status_text(self.source.status)}"
 
     def _cells(self) -> list[list[str]]:
         return [

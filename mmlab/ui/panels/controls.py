@@ -47,10 +47,6 @@ class Controls(RunPanel):
             for name, base in self.feed.rates.items()
         }
 
-    def waiting(self) -> list[str]:
-        """Commands, from anywhere, that wait for the next step boundary, in words."""
-        return [in_words(entry) for entry in waiting(self.feed)]
-
     def handle(self, verb: str, args: dict[str, Any]) -> Any:
         """A button: the command in words and its id, once it is in the inbox. `check_relayout` sends nothing: it says
         what would change, in how many ranks."""

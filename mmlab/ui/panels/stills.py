@@ -9,17 +9,17 @@ from mmlab.ui.feed import Feed
 from mmlab.ui.picture import BLUE, GREEN, GREY, ORANGE, OTHER, PALE, PHASE_COLOURS
 from mmlab.ui.scales import smooth
 from mmlab.ui.series import Series
-from mmlab.ui.svg import Curve, line_chart
+from mmlab.ui.svg import Curve, held_out_curve, line_chart
 
 POINTS = 200
 """Points drawn of each curve: a chart is 346 pixels wide."""
 VIOLET = "#7a3fc4"
 COLOURS = {
-    "held_out": GREEN, "tokens_per_s": BLUE, "images_per_s": ORANGE, "grad_norm_total": GREY, "data_wait": BLUE,
+    "tokens_per_s": BLUE, "images_per_s": ORANGE, "grad_norm_total": GREY, "data_wait": BLUE,
     "vision": VIOLET, "projector": ORANGE, "language": BLUE,
 }  # fmt: skip
 OTHER_RUNS = (ORANGE, VIOLET, GREEN, GREY)
-WORDS = {"held_out": "held-out", "tokens_per_s": "tokens/s", "images_per_s": "images/s", "grad_norm_total": "all",
+WORDS = {"tokens_per_s": "tokens/s", "images_per_s": "images/s", "grad_norm_total": "all",
          "data_wait": "data wait"}  # fmt: skip
 
 Names = Callable[[Iterable[str], Iterable[str]], list[str]]
@@ -53,7 +53,7 @@ def word(name: str) -> str:
 def _curves(feed: Feed, name: str) -> list[Curve]:
     x, y = feed.curves[name].points()
     if name == "held_out":
-        return [Curve(word(name), x, y, GREEN, dots=True)]
+        return [held_out_curve(x, y)]
     if name == "loss":
         return [Curve("loss", *_thin(x, y), PALE, 1.0), Curve("smoothed", *_sampled(x, smooth(y)), BLUE, 2.0)]
     last = name.rpartition(".")[2]
