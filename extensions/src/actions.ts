@@ -2,7 +2,7 @@ import { JupyterFrontEnd } from '@jupyterlab/application';
 import { Dialog, InputDialog, showDialog } from '@jupyterlab/apputils';
 import { TranslationBundle } from '@jupyterlab/translation';
 
-import { ILab, IRun, ISent, Verb } from './api';
+import { ILab, IRun, ISent, reasonOf, Verb } from './api';
 import { Emergency, Said } from './emergency';
 import { Model } from './model';
 
@@ -160,7 +160,7 @@ export class Actions {
       this.say(await work());
       await this.model.refresh();
     } catch (error) {
-      this.say(String(error instanceof Error ? error.message : error), true);
+      this.say(reasonOf(error), true);
     }
   }
 }

@@ -88,6 +88,11 @@ export class Refusal extends Error {
   }
 }
 
+/** What went wrong, for a person. */
+export function reasonOf(error: unknown): string {
+  return String(error instanceof Error ? error.message : error);
+}
+
 /** The routes of `mmlab.server`: the same authentication as every other request of the page. */
 export class Api {
   constructor(private readonly settings: ServerConnection.ISettings) {}
@@ -125,7 +130,7 @@ export class Api {
     try {
       response = await ServerConnection.makeRequest(url, init, this.settings);
     } catch (error) {
-      throw new Refusal(String(error instanceof Error ? error.message : error), 0);
+      throw new Refusal(reasonOf(error), 0);
     }
     if (!response.ok) {
       const said = await response.json().catch(() => ({}));

@@ -1,7 +1,7 @@
 import { Dialog, showDialog } from '@jupyterlab/apputils';
 import { TranslationBundle } from '@jupyterlab/translation';
 
-import { hasEnded, IRun, ISent, Verb } from './api';
+import { hasEnded, IRun, ISent, reasonOf, Verb } from './api';
 import { Model } from './model';
 import { stateWord } from './words';
 
@@ -46,7 +46,7 @@ export class Emergency {
     try {
       sent = await this.model.api.command(run.key, verb);
     } catch (error) {
-      this.say(String(error instanceof Error ? error.message : error), true);
+      this.say(reasonOf(error), true);
       return;
     }
     this.say(this.trans.__('%1 sent to %2', verb, run.id));
@@ -116,7 +116,7 @@ export class Emergency {
       await this.model.api.closeLab(lab);
       this.say(this.trans.__('Lab %1 is closed', lab));
     } catch (error) {
-      this.say(String(error instanceof Error ? error.message : error), true);
+      this.say(reasonOf(error), true);
     }
     await this.model.refresh().catch(() => undefined);
   }

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import http.client
 import json
-import os
-import socket
-import subprocess
-import sys
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
+
+from jupyter_process import serving
 
 TOKEN = "a-token-for-tests"
 BASE = "/hub/user/someone/"
@@ -62,32 +59,6 @@ def jupyter_server(
     root: Path, private: Path, *options: str, environment: dict[str, str] | None = None
 ) -> Iterator[Server]:
     """A server on `root` with mmlab's extension alone, at BASE; its own files go to `private`."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    folders = {f"JUPYTER_{kind}_DIR": str(private / kind.lower()) for kind in ("CONFIG", "DATA", "RUNTIME")}
-    command = [
-        sys.executable, "-m", "jupyter_server", "--no-browser", f"--port={port}", "--allow-root",
-        f"--IdentityProvider.token={TOKEN}", f"--ServerApp.base_url={BASE}", f"--ServerApp.root_dir={root}",
-        "--ServerApp.jpserver_extensions={'mmlab.server': True}", *options,
-    ]  # fmt: skip
-    with open(private / "server.log", "w") as log:
-        values = os.environ | folders | (environment or {})
-        process = subprocess.Popen(command, env=values, stdout=log, stderr=subprocess.STDOUT)
-    try:
-        end = time.monotonic() + 60
-        while True:
-            with socket.socket() as probe:
-                if probe.connect_ex(("127.0.0.1", port)) == 0:
-                    break
-            assert process.poll() is None, (private / "server.log").read_text()
-            assert time.monotonic() < end, (private / "server.log").read_text()
-            time.sleep(0.05)
+    more = [f"--ServerApp.base_url={BASE}", "--ServerApp.jpserver_extensions={'mmlab.server': True}", *options]
+    with serving("jupyter_server", root, private, TOKEN, more, environment or {}) as port:
         yield Server(port, root)
-    finally:
-        process.terminate()
-        try:
-            process.wait(20)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()

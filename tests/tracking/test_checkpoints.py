@@ -5,7 +5,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from ui.synthetic import SyntheticRun
+from ui.synthetic import SyntheticRun, branch_out, playing
 
 from mmlab.errors import CheckpointError, MmlabError, PlanError
 from mmlab.lab import Run
@@ -23,18 +23,9 @@ from mmlab.tracking.tree import CheckpointTree
 def made(tmp_path, monkeypatch):
     """A run with three lineages: a (steps 10, 20, 30), b from 20 (30), c from b's 30, which is live."""
     monkeypatch.setenv("MMLAB_RUNS", str(tmp_path))
-    run = SyntheticRun(tmp_path)
-    run.start()
-    for _ in range(3):
-        run.train(10)
-        run.checkpoint()
-    run.restore("step-000020-a", "b")
-    run.train(10)
-    run.checkpoint("best", periodic=False, reason="command")
-    run.restore("best", "c")
-    run.train(2)
-    yield run
-    run.close()
+    with playing(tmp_path) as run:
+        branch_out(run, last=2)
+        yield run
 
 
 def test_each_says_what_it_holds(made):

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from ui.synthetic import SyntheticRun
+from ui.synthetic import SyntheticRun, playing
 
 from mmlab.lab import Run
 from mmlab.messages import PHASES
@@ -24,11 +24,8 @@ from mmlab.tracking.record import RunRecord
 
 @pytest.fixture
 def run(tmp_path: Path) -> Iterator[SyntheticRun]:
-    made = SyntheticRun(tmp_path)
-    made.start()
-    made.train(6)
-    yield made
-    made.close()
+    with playing(tmp_path, steps=6) as made:
+        yield made
 
 
 def placed(run: SyntheticRun) -> Placement:

@@ -7,13 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from ui.synthetic import SyntheticRun
+from ui.synthetic import SyntheticRun, playing
 
 
 @pytest.fixture
 def started(tmp_path: Path) -> Iterator[SyntheticRun]:
     """A run whose ranks have started; nothing is trained yet."""
-    run = SyntheticRun(tmp_path)
-    run.start()
-    yield run
-    run.close()
+    with playing(tmp_path) as run:
+        yield run

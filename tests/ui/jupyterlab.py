@@ -6,9 +6,6 @@ import json
 import os
 import re
 import shutil
-import socket
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -17,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import nbformat
+from jupyter_process import serving
 from playwright.sync_api import Page
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -33,34 +31,10 @@ def jupyterlab(folder: Path, theme: str = "JupyterLab Light", **environment: str
     settings.mkdir(parents=True)
     (settings / "themes.jupyterlab-settings").write_text(json.dumps({"theme": theme}))
     (settings / "notification.jupyterlab-settings").write_text(json.dumps({"fetchNews": "false"}))
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    folders = {f"JUPYTER_{kind}_DIR": str(folder / kind.lower()) for kind in ("CONFIG", "DATA", "RUNTIME")}
     more = {"IPYTHONDIR": str(folder / "ipython"), "JUPYTERLAB_SETTINGS_DIR": str(folder / "settings")}
-    command = [
-        sys.executable, "-m", "jupyterlab", "--no-browser", f"--port={port}", f"--IdentityProvider.token={TOKEN}",
-        f"--ServerApp.root_dir={folder}", "--allow-root",
-    ]  # fmt: skip
-    with open(folder / "lab.log", "w") as log:
-        values = os.environ | folders | more | sidebar_of_checkout(folder) | environment
-        process = subprocess.Popen(command, env=values, stdout=log, stderr=subprocess.STDOUT)
-    try:
-        end = time.monotonic() + 60
-        while True:
-            with socket.socket() as probe:
-                if probe.connect_ex(("127.0.0.1", port)) == 0:
-                    break
-            assert time.monotonic() < end, (folder / "lab.log").read_text()
-            time.sleep(0.1)
+    more |= sidebar_of_checkout(folder) | environment
+    with serving("jupyterlab", folder, folder, TOKEN, [], more) as port:
         yield f"http://127.0.0.1:{port}"
-    finally:
-        process.terminate()
-        try:
-            process.wait(20)
-        except subprocess.TimeoutExpired:  # on a loaded machine Jupyter's server sometimes hangs at its own exit
-            process.kill()
-            process.wait()
 
 
 def sidebar_of_checkout(folder: Path) -> dict[str, str]:

@@ -14,6 +14,8 @@ import socket
 import sys
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -247,6 +249,28 @@ class SyntheticRun:
                 return
             time.sleep(interval)
         self.close()
+
+
+@contextmanager
+def playing(root: Path, steps: int = 0) -> Iterator[SyntheticRun]:
+    """A run whose ranks have started and done so many steps."""
+    run = SyntheticRun(root)
+    run.start()
+    run.train(steps)
+    yield run
+    run.close()
+
+
+def branch_out(run: SyntheticRun, last: int) -> None:
+    """Three lineages with checkpoints: a (steps 10, 20, 30), b from 20 (30), c from b's 30 with `last` steps, live."""
+    for _ in range(3):
+        run.train(10)
+        run.checkpoint()
+    run.restore("step-000020-a", "b")
+    run.train(10)
+    run.checkpoint("best", periodic=False, reason="command")
+    run.restore("best", "c")
+    run.train(last)
 
 
 class InboxRun:

@@ -18,21 +18,14 @@ from mmlab.ui.dashboard import part
 from mmlab.ui.panels.checkpoints import MOST, Checkpoints, changes_of
 from mmlab.ui.source import RunSource
 from ui.stage import Stage, browser_page
-from ui.synthetic import SyntheticRun
+from ui.synthetic import SyntheticRun, branch_out
 
 
 @pytest.fixture
 def grown(started: SyntheticRun, monkeypatch: pytest.MonkeyPatch) -> SyntheticRun:
     """Three lineages with checkpoints, live."""
     monkeypatch.setenv("MMLAB_RUNS", str(started.dir.parent))
-    for _ in range(3):
-        started.train(10)
-        started.checkpoint()
-    started.restore("step-000020-a", "b")
-    started.train(10)
-    started.checkpoint("best", periodic=False, reason="command")
-    started.restore("best", "c")
-    started.train(4)
+    branch_out(started, last=4)
     return started
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -19,12 +18,9 @@ MANY = ("parallel.vision=first_stage", "parallel.vision_dp=0", "parallel.dp=4", 
 
 
 @pytest.fixture
-def run(tmp_path: Path) -> Iterator[SyntheticRun]:
-    made = SyntheticRun(tmp_path)
-    made.start()
-    made.train(6)
-    yield made
-    made.close()
+def run(started: SyntheticRun) -> SyntheticRun:
+    started.train(6)
+    return started
 
 
 def panel_of(run: SyntheticRun) -> PlacementPanel:

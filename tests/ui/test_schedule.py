@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import get_args
 
@@ -21,12 +20,9 @@ from ui.synthetic import InboxRun, SyntheticRun
 
 
 @pytest.fixture
-def run(tmp_path: Path) -> Iterator[SyntheticRun]:
-    made = SyntheticRun(tmp_path)
-    made.start()
-    made.train(12)
-    yield made
-    made.close()
+def run(started: SyntheticRun) -> SyntheticRun:
+    started.train(12)
+    return started
 
 
 def panel_of(run: SyntheticRun) -> SchedulePanel:

@@ -15,8 +15,7 @@ function speak(language) { // zh, zh-CN, zh_Hans_CN: the catalogue of that langu
 }
 function t(text, ...values) { return (words[text] ?? text).replace(/\{(\d)\}/g, (_, index) => values[index]); }
 
-function make(tag, attributes = {}, ...children) {
-  const node = document.createElement(tag);
+function dressed(node, attributes, children) {
   for (const [name, value] of Object.entries(attributes)) {
     if (name.startsWith("on")) node.addEventListener(name.slice(2), value);
     else if (value !== null && value !== undefined && value !== false) node.setAttribute(name, value === true ? "" : value);
@@ -25,15 +24,9 @@ function make(tag, attributes = {}, ...children) {
   return node;
 }
 
-function drawn(tag, attributes = {}, ...children) { // as make(), for SVG
-  const node = document.createElementNS("http://www.w3.org/2000/svg", tag);
-  for (const [name, value] of Object.entries(attributes)) {
-    if (name.startsWith("on")) node.addEventListener(name.slice(2), value);
-    else if (value !== null && value !== undefined && value !== false) node.setAttribute(name, value === true ? "" : value);
-  }
-  node.append(...children);
-  return node;
-}
+function make(tag, attributes = {}, ...children) { return dressed(document.createElement(tag), attributes, children); }
+
+function drawn(tag, attributes = {}, ...children) { return dressed(document.createElementNS("http://www.w3.org/2000/svg", tag), attributes, children); }
 
 function put(node, text) { if (node.textContent !== text) node.textContent = text; }
 
@@ -79,6 +72,16 @@ function field(attributes, enter = null) {
   const node = make("input", attributes);
   node.addEventListener("keydown", (event) => { event.stopPropagation(); if (event.key === "Enter" && enter) enter(); });
   return node;
+}
+
+/* A choice, as field(). */
+function chooser(attributes, ...options) { return make("select", { onkeydown: (event) => event.stopPropagation(), ...attributes }, ...options); }
+
+/* A table of texts or nodes; `named`: the first cell of a row is its name. */
+function table(headers, rows, { caption = "", named = false } = {}) {
+  const cells = ([first, ...rest]) => [named ? make("th", { scope: "row" }, first) : make("td", {}, first), ...rest.map((cell) => make("td", {}, cell))];
+  return make("table", {}, ...(caption ? [make("caption", {}, caption)] : []), make("thead", {}, make("tr", {}, ...headers.map((text) => make("th", { scope: "col" }, text)))),
+    make("tbody", {}, ...rows.map((row) => make("tr", {}, ...cells(row)))));
 }
 
 /* ---- curves: bounded by asking for the decimated history when they grow too long ---- */

@@ -45,7 +45,7 @@ PANELS.charts = class extends Panel {
     this.logs = button(t("Log scale"), () => this.choose({ log: !this.options.log }));
     this.all = button(t("Whole run"), () => this.whole(), { title: t("Drag over a chart to zoom; double click, or this, shows all") });
     this.tabled = button(t("Table"), () => { this.table.hidden = !this.table.hidden; this.tabled.setAttribute("aria-pressed", !this.table.hidden); this.fillTable(); }, { "aria-pressed": "false" });
-    this.compare = make("select", { "aria-label": t("Draw another run beside this one"), onchange: () => this.beside(this.compare.value), onfocus: () => this.list(), onkeydown: (event) => event.stopPropagation() });
+    this.compare = chooser({ "aria-label": t("Draw another run beside this one"), onchange: () => this.beside(this.compare.value), onfocus: () => this.list() });
     this.beside_ = make("span", { class: "mm-beside" });
     return make("div", { class: "mm-chart-tools", role: "group", "aria-label": t("Charts in sight") },
       make("span", { class: "mm-chips" }, ...Object.values(this.chips)),
@@ -196,12 +196,11 @@ PANELS.charts = class extends Panel {
     this.stale = Boolean(this.filling);
     if (this.stale) return;
     this.filling = setTimeout(() => { this.filling = null; if (this.stale) this.fillTable(); }, 1_000); // at most once a second
-    const row = (tag, cells) => make("tr", {}, ...cells.map((cell, index) => make(index ? tag : "th", { scope: index ? null : tag === "th" ? "col" : "row" }, cell)));
-    const figures = Object.values(this.charts).flatMap((chart) => chart.figures().map(([label, ...values]) => row("td", [`${chart.title}: ${label}`, ...values.map((value) => number(value))])));
-    const marks = this.marks.slice(-50).reverse().map(([step, kind, text]) => row("td", [number(step, 9), t(MARKS[kind][2]), text]));
+    const figures = Object.values(this.charts).flatMap((chart) => chart.figures().map(([label, ...values]) => [`${chart.title}: ${label}`, ...values.map((value) => number(value))]));
+    const marks = this.marks.slice(-50).reverse().map(([step, kind, text]) => [number(step, 9), t(MARKS[kind][2]), text]);
     this.table.replaceChildren(
-      make("table", {}, make("thead", {}, row("th", [t("curve"), t("last"), t("lowest"), t("highest")])), make("tbody", {}, ...figures)),
-      make("table", {}, make("thead", {}, row("th", [t("step"), t("mark"), t("what happened")])), make("tbody", {}, ...marks)));
+      table([t("curve"), t("last"), t("lowest"), t("highest")], figures, { named: true }),
+      table([t("step"), t("mark"), t("what happened")], marks, { named: true }));
   }
 
   restyle(style) {

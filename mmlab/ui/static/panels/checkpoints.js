@@ -178,11 +178,6 @@ PANELS.checkpoints = class extends Panel {
   }
 };
 
-function ckTable(caption, headers, rows) {
-  return make("table", {}, make("caption", {}, caption), make("thead", {}, make("tr", {}, ...headers.map((text) => make("th", { scope: "col" }, text)))),
-    make("tbody", {}, ...rows.map((cells) => make("tr", {}, ...cells.map((cell) => make("td", {}, cell))))));
-}
-
 function ckDetails(found) {
   const epochs = found.epochs.length ? t(", epoch {0}", found.epochs.map((epoch) => epoch + 1).join(" / ")) : "";
   const frozen = found.frozen.length ? t("{0}: {1}, stored once for all", found.frozen.map((module) => t(module)).join(", "), bytes(found.shared_bytes)) : t("nothing");
@@ -193,7 +188,7 @@ function ckDetails(found) {
   if (found.origin) rows.splice(7, 0, [t("taken from"), found.origin]);
   const list = make("dl", {}, ...rows.flatMap(([name, value]) => [make("dt", {}, name), make("dd", {}, value)]));
   const box = make("div", { class: "mm-ck-two" }, list);
-  if (found.differs.length) box.append(ckTable(t("its plan beside the run's now"), [t("field"), t("now"), t("then")], found.differs));
+  if (found.differs.length) box.append(table([t("field"), t("now"), t("then")], found.differs, { caption: t("its plan beside the run's now") }));
   if (!found.problem) return box;
   return make("div", {}, make("p", { class: "mm-bad", role: "alert" }, found.problem), box);
 }
@@ -203,8 +198,8 @@ function ckComparison(found) {
   const change = (entry) => (entry.change === null ? t("not finite") : entry.change === 0 ? t("unchanged") : number(entry.change, 3));
   const bar = (m) => make("span", {}, ...(m.change ? [make("i", { class: "mm-ck-change", style: `width:${Math.max(2, (70 * m.change) / most)}px` })] : []), change(m));
   const modules = found.modules.map((m) => [t(m.module), bar(m), m.tensors ? t("{0} of {1}", m.changed, m.tensors) : "–", m.tensors ? number(m.parameters, 9) : "–", m.same ? t("frozen part the same") : ""]);
-  const tables = [ckTable(t("change of weights, relative to their norm"), [t("module"), t("change"), t("tensors changed"), t("parameters"), ""], modules)];
-  if (found.tensors.length) tables.push(ckTable(t("changed most"), [t("tensor"), t("change"), t("shape")], found.tensors.map((each) => [each.name, change(each), each.shape.join(" × ")])));
-  const plan = found.plan.length ? ckTable(t("plan"), [t("field"), t("before"), t("after")], found.plan) : make("p", {}, t("The plans are the same."));
+  const tables = [table([t("module"), t("change"), t("tensors changed"), t("parameters"), ""], modules, { caption: t("change of weights, relative to their norm") })];
+  if (found.tensors.length) tables.push(table([t("tensor"), t("change"), t("shape")], found.tensors.map((each) => [each.name, change(each), each.shape.join(" × ")]), { caption: t("changed most") }));
+  const plan = found.plan.length ? table([t("field"), t("before"), t("after")], found.plan, { caption: t("plan") }) : make("p", {}, t("The plans are the same."));
   return make("div", {}, make("p", {}, make("b", {}, found.title)), make("div", { class: "mm-ck-two" }, ...tables), ...found.rest.map((line) => make("p", {}, line)), plan);
 }

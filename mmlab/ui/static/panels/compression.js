@@ -7,7 +7,7 @@ class CompressionGroup {
     this.panel = panel;
     this.group = group;
     this.helpId = `mm-${Math.random().toString(36).slice(2)}`;
-    this.choice = make("select", { "aria-label": t("Compressor of {0}", t(group)), "aria-describedby": this.helpId, onchange: () => { this.touched = true; this.showOptions(); }, onfocus: () => this.help("compressor"), onkeydown: (event) => event.stopPropagation() });
+    this.choice = chooser({ "aria-label": t("Compressor of {0}", t(group)), "aria-describedby": this.helpId, onchange: () => { this.touched = true; this.showOptions(); }, onfocus: () => this.help("compressor") });
     this.options = make("div", { class: "mm-options" });
     this.helped = make("p", { class: "mm-helped", id: this.helpId, tabindex: 0 });
     this.apply = button(t("Apply"), () => this.send(), { "aria-label": t("Apply to the gradients of {0}", t(group)), title: t("Change it after the step under way") });
@@ -50,7 +50,7 @@ class CompressionGroup {
   input(known, value) {
     if (known.kind === "switch") return field({ type: "checkbox", checked: Boolean(value) });
     if (known.kind === "number") return field({ type: "text", inputmode: "decimal", value }, () => this.send());
-    const node = make("select", { onkeydown: (event) => event.stopPropagation() }, ...known.choices.map((choice) => make("option", { value: choice }, choice)));
+    const node = chooser({}, ...known.choices.map((choice) => make("option", { value: choice }, choice)));
     node.value = value;
     return node;
   }

@@ -34,9 +34,9 @@ PANELS.log = class extends Panel {
     this.seen = 0; // number of the line that comes next
     this.lines = []; // [rank, text], as they came
     this.kept = null; // lines of one rank that were asked for, with what came since
-    this.rank = make("select", { "aria-label": t("Rank"), onchange: () => this.choose(), onkeydown: (event) => event.stopPropagation() }, make("option", { value: "all" }, t("all ranks")));
+    this.rank = chooser({ "aria-label": t("Rank"), onchange: () => this.choose() }, make("option", { value: "all" }, t("all ranks")));
     this.filter = field({ type: "search", placeholder: t("filter"), "aria-label": t("Show only lines with this text"), oninput: () => this.again() });
-    this.count = make("select", { "aria-label": t("Last lines"), onchange: () => this.choose(), onkeydown: (event) => event.stopPropagation() }, ...[200, 500, 2000].map((count) => make("option", { value: count }, t("last {0}", count))));
+    this.count = chooser({ "aria-label": t("Last lines"), onchange: () => this.choose() }, ...[200, 500, 2000].map((count) => make("option", { value: count }, t("last {0}", count))));
     this.follow = field({ type: "checkbox", checked: true, onchange: () => { if (this.follow.checked) this.toEnd(); } });
     this.colours = field({ type: "checkbox", checked: true, onchange: () => this.again() });
     this.wrap = field({ type: "checkbox", checked: true, onchange: () => this.list.classList.toggle("mm-nowrap", !this.wrap.checked) });

@@ -233,10 +233,9 @@ PANELS.placement = class extends Panel {
   }
 
   tables() {
-    const table = (head, rows) => make("table", {}, make("thead", {}, make("tr", {}, ...head.map((text) => make("th", { scope: "col" }, text)))), make("tbody", {}, ...rows.map(([first, ...rest]) => make("tr", {}, make("th", { scope: "row" }, first), ...rest.map((text) => make("td", {}, text))))));
     const { hosts = [], places = [], now = [], links = [] } = this.frame;
-    if (this.ranks.open) this.rankTable.replaceChildren(table([t("rank"), t("host"), t("role"), t("state"), t("what it does"), t("behind"), t("holds")], places.map(([rank, role, , , holds]) => [String(rank), hosts.find(([, ranks]) => ranks.includes(rank))[0], role, `${RANK_STATES[now[rank][0]]} ${t(now[rank][0])}`, this.doing(rank), now[rank][5] > 0 ? String(now[rank][5]) : "", holds])));
-    if (this.traffic.open) this.linkTable.replaceChildren(links.length ? table([t("axis"), t("what for"), t("ranks"), t("bytes a step")], links.map(([axis, purpose, groups, counts]) => [axis, t(purpose), groups.slice(0, 4).map((group) => `{${group.join(",")}}`).join(" ") + (groups.length > 4 ? ` ${t("and {0} more", groups.length - 4)}` : ""), bytes(counts.reduce((sum, each) => sum + each, 0))])) : t("nothing was counted yet"));
+    if (this.ranks.open) this.rankTable.replaceChildren(table([t("rank"), t("host"), t("role"), t("state"), t("what it does"), t("behind"), t("holds")], places.map(([rank, role, , , holds]) => [String(rank), hosts.find(([, ranks]) => ranks.includes(rank))[0], role, `${RANK_STATES[now[rank][0]]} ${t(now[rank][0])}`, this.doing(rank), now[rank][5] > 0 ? String(now[rank][5]) : "", holds]), { named: true }));
+    if (this.traffic.open) this.linkTable.replaceChildren(links.length ? table([t("axis"), t("what for"), t("ranks"), t("bytes a step")], links.map(([axis, purpose, groups, counts]) => [axis, t(purpose), groups.slice(0, 4).map((group) => `{${group.join(",")}}`).join(" ") + (groups.length > 4 ? ` ${t("and {0} more", groups.length - 4)}` : ""), bytes(counts.reduce((sum, each) => sum + each, 0))]), { named: true }) : t("nothing was counted yet"));
   }
 
   restyle() { this.resize(); }

@@ -5,7 +5,7 @@ PANELS.samples = class extends Panel {
   constructor(store, name) {
     super(store, name);
     this.earlier = null; // {folder, items, pictures} of a chosen step; null: the newest
-    this.choice = make("select", { "aria-label": t("Step of the samples"), onchange: () => this.choose(this.choice.value), onkeydown: (event) => event.stopPropagation() });
+    this.choice = chooser({ "aria-label": t("Step of the samples"), onchange: () => this.choose(this.choice.value) });
     this.back = button(t("Earlier"), () => this.move(-1), { title: t("The samples before these") });
     this.on = button(t("Later"), () => this.move(1), { title: t("The samples after these") });
     this.said = make("span", { class: "mm-samples-said", role: "status" });

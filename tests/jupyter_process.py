@@ -1,0 +1,48 @@
+"""A Jupyter server in a process of its own, for tests of its routes and of what stands in its pages."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+
+@contextmanager
+def serving(
+    module: str, root: Path, private: Path, token: str, options: list[str], environment: dict[str, str]
+) -> Iterator[int]:
+    """`python -m module` on `root` with its own files in `private`, where its log is; the port, once it answers."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    folders = {f"JUPYTER_{kind}_DIR": str(private / kind.lower()) for kind in ("CONFIG", "DATA", "RUNTIME")}
+    command = [
+        sys.executable, "-m", module, "--no-browser", f"--port={port}", "--allow-root",
+        f"--IdentityProvider.token={token}", f"--ServerApp.root_dir={root}", *options,
+    ]  # fmt: skip
+    log = private / "server.log"
+    with open(log, "w") as file:
+        values = os.environ | folders | environment
+        process = subprocess.Popen(command, env=values, stdout=file, stderr=subprocess.STDOUT)
+    try:
+        end = time.monotonic() + 60
+        while True:
+            with socket.socket() as probe:
+                if probe.connect_ex(("127.0.0.1", port)) == 0:
+                    break
+            assert process.poll() is None, log.read_text()
+            assert time.monotonic() < end, log.read_text()
+            time.sleep(0.05)
+        yield port
+    finally:
+        process.terminate()
+        try:
+            process.wait(20)
+        except subprocess.TimeoutExpired:  # on a loaded machine Jupyter's server sometimes hangs at its own exit
+            process.kill()
+            process.wait()
