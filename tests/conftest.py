@@ -1,8 +1,11 @@
 """Fixtures for all tests."""
 
-from collections.abc import Iterator
+import time
+from collections.abc import Generator, Iterator
+from pathlib import Path
 
 import pytest
+from what_happened import what_happened
 
 from mmlab.cluster.pool import RankPool
 
@@ -20,3 +23,22 @@ def _without_dali() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("mmlab.plan.rules.data.has_dali", lambda: False)
         yield
+
+
+SETUP = 30.0
+"""Seconds that fixtures may have taken before the test itself began."""
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(
+    item: pytest.Item, call: pytest.CallInfo[None]
+) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """Below a failed test of processes: what its runs and labs say of themselves. A race is seldom seen twice."""
+    report = yield
+    if report.failed and item.get_closest_marker("slow"):
+        place: Path = item.config._tmp_path_factory.getbasetemp()  # type: ignore[attr-defined]
+        try:
+            report.sections += what_happened(place, time.time() - call.duration - SETUP)
+        except Exception as error:  # the report of the failure itself is worth more
+            report.sections.append(("what happened", f"could not be read: {error!r}"))
+    return report
