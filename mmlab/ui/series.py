@@ -133,7 +133,8 @@ class Series:
     def _halve(self) -> None:
         """Each four points become two, so a bucket that gives two points stands for twice (at first four) as many."""
         x, y = self._x.tolist(), self._y.tolist()
-        kept = [point for start in range(0, len(x), 4) for point in _extremes(x[start : start + 4], y[start : start + 4])]
+        fours = [slice(start, start + 4) for start in range(0, len(x), 4)]
+        kept = [point for four in fours for point in _extremes(x[four], y[four])]
         self._x = array("d", [point[0] for point in kept])
         self._y = array("d", [point[1] for point in kept])
         self._bucket = 4 if self._bucket == 1 else 2 * self._bucket

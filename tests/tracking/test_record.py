@@ -325,9 +325,8 @@ def test_steps_are_counted_without_being_kept(paths, log, monkeypatch):
     assert record.last_step()["step"] == 7
 
 
-VALUES = st.recursive(
-    st.none() | st.integers() | st.floats() | st.text(max_size=4), lambda inner: st.lists(inner, max_size=3), max_leaves=4
-)
+SCALARS = st.none() | st.integers() | st.floats() | st.text(max_size=4)
+VALUES = st.recursive(SCALARS, lambda inner: st.lists(inner, max_size=3), max_leaves=4)
 
 
 @given(value=VALUES, cut=st.integers(0, 400), new=st.binary(max_size=2))
