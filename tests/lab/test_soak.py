@@ -21,8 +21,9 @@ pytestmark = [pytest.mark.slow, pytest.mark.alone, pytest.mark.timeout(900)]
 SEED = int(os.environ.get("MMLAB_SOAK_SEED", "20240607"))
 FAULTS = int(os.environ.get("MMLAB_SOAK_FAULTS", "20"))
 KINDS = {"kill": 12, "stop": 4, "hang": 6, "notice": 6, "corrupt": 6, "save": 3, "pause": 3}
-"""How often each kind comes among forty, each at least twice: SIGKILL; SIGSTOP; a hang in a phase; a notice that a process will be taken
-away; a flipped byte in the newest checkpoint and then SIGKILL; saves that fail; SIGKILL to a paused run."""
+"""How often each kind comes among forty, but each at least twice: SIGKILL; SIGSTOP; a hang in a phase; a notice that a
+process will be taken away; a flipped byte in the newest checkpoint and then SIGKILL; saves that fail; SIGKILL to a
+paused run."""
 PHASES = (("data", "encode", "exchange", "optimizer"), ("data", "forward", "backward", "pipeline", "optimizer"))
 """Where the encoder's rank, and those of the language model, may hang."""
 RANKS, SPARES = 3, 2
