@@ -162,6 +162,8 @@ class Part:
             self._note_sight(str(message.get("page")), {name for name in message["shown"] if name in self.panels})
         if kind == "hello":
             self._want_history.set()
+        elif kind == "here":
+            self.view.answer()
         elif kind == "ask":
             panel = self.panels.get(str(message.get("panel")))
             if panel is not None and message.get("verb") in panel.slow:

@@ -1,9 +1,10 @@
 /* What all panels share. Data comes as custom messages (see mmlab/ui/view.py); nothing of a run is a synced trait. */
 const HERE_EVERY = 10_000; // ms between signs of life to the kernel, which slows down without them
 const BUSY_AFTER = 2_000; // ms after which an unanswered request means that the kernel runs a cell
+const GONE_AFTER = 15_000; // ms after which an unanswered sign of life means that the kernel runs a cell or is gone
 const ASK_AGAIN = 1_000; // ms until a history that has not come is asked for again; doubles each time
 const MOST_POINTS = 9_000; // points of a curve beyond which the view asks for the decimated history again
-const ENDED = ["finished", "stopped", "failed"];
+const ENDED = ["finished", "stopped", "failed", "deleted"];
 
 /* ---- words: each text that a person reads goes through t(), with {0}, {1} for values ---- */
 let words = {};
@@ -116,6 +117,8 @@ class Store {
     this.views = new Set();
     this.asked = new Map(); // token -> {resolve, reject, timer}
     this.page = Math.random().toString(36).slice(2); // which page says what is in sight
+    this.heard = Date.now();
+    this.unanswered = null; // since when a sign of life has had no answer
     this.onMessage = (message, buffers) => this.receive(message, buffers ?? []);
     model.on("msg:custom", this.onMessage);
     this.hello();
@@ -131,7 +134,10 @@ class Store {
 
   shown() { return [...new Set([...this.views].flatMap((view) => view.shown()))]; }
 
-  here() { this.model.send({ kind: "here", ...this.sight() }); }
+  here() {
+    this.unanswered ??= Date.now();
+    this.model.send({ kind: "here", ...this.sight() });
+  }
 
   sight() { // the extension's renderer takes a new picture without drawing the view anew
     const renewable = [...this.views].some(({ root }) => root.closest(".mmlab-outlives"));
@@ -156,6 +162,9 @@ class Store {
   }
 
   receive(message, buffers) {
+    this.heard = Date.now();
+    this.unanswered = null;
+    if (message.kind === "here") { for (const view of this.views) view.answered(); return; }
     if (message.kind === "reply") { this.reply(message, buffers); return; }
     const history = message.kind === "history";
     if (!history && this.seq === null) return;
