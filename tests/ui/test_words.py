@@ -16,7 +16,8 @@ from mmlab.tracking.traffic import PURPOSE
 from mmlab.ui.dashboard import PARTS, Dashboard
 from mmlab.ui.feed import BETWEEN
 from mmlab.ui.lanes import kinds
-from mmlab.ui.view import View, catalogue, script
+from mmlab.ui.language import catalogue
+from mmlab.ui.view import View, script
 from ui.synthetic import InboxRun, SyntheticRun
 
 STATIC = files("mmlab.ui") / "static"
