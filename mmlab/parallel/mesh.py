@@ -121,6 +121,9 @@ def build_mesh(plan: Plan, layout: Layout, rank: int, store: dist.Store | None, 
     if len(layout.places) == 1:
         forward_link, backward_link = (Link(None, rank, device, traffic) for _ in range(2))
         return Mesh(layout, place, device, None, alone, ContextGroup(), {}, None, forward_link, backward_link, traffic)
+    # Groups are named by this count. One that broke off while it was made has counted on some ranks only: the next
+    # generation's would wait for each other under different names until the store's time is over, 120 s.
+    dist.distributed_c10d._world.group_count = 0
     dist.init_process_group(
         _backend(plan, device), store=store, rank=rank, world_size=len(layout.places), timeout=GROUP_TIMEOUT,
         device_id=device if device.type == "cuda" else None,

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import train_functions
 from live import make_plan
 from two_hosts import possible
 
@@ -78,3 +79,9 @@ def test_ranks_of_two_hosts_find_each_other(hosts, shards, tmp_path):
 def test_a_hint_wins_over_the_default_route():
     assert routable_address("192.0.2.7") == "192.0.2.7"
     assert routable_address() != ""
+
+
+def test_a_rank_whose_group_broke_off_meets_the_others(pool, shards):
+    plan = make_plan(shards, "parallel.pp=1")
+    args = (train_functions.meet_after_a_break, plan.dumps())
+    assert pool.run(*args, ranks=plan.world_size, timeout=60) == [plan.world_size] * plan.world_size

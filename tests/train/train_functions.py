@@ -1,6 +1,8 @@
 """What tests run in rank processes."""
 
+import contextlib
 import ctypes
+import datetime
 import os
 import signal
 import threading
@@ -117,6 +119,23 @@ def step_results(rank, world, host, port, plan_text, steps):
 def threads(rank, world, host, port):
     """Names of this rank's threads."""
     return [thread.name for thread in threading.enumerate()]
+
+
+def meet_after_a_break(rank, world, host, port, plan_text):
+    """The sum of ones over ranks, of which the last one's group before broke off while it was made."""
+    plan = Plan.loads(plan_text)
+    if rank == world - 1:
+        with contextlib.suppress(dist.DistStoreError):
+            short = datetime.timedelta(milliseconds=20)
+            dist.init_process_group("gloo", store=dist.HashStore(), rank=rank, world_size=world, timeout=short)
+        assert dist.distributed_c10d._world.group_count == 1
+    mesh = build_mesh(plan, plan.layout(), rank, dist.TCPStore(host, port, is_master=False), torch.device("cpu"))
+    try:
+        ones = torch.ones(1)
+        dist.all_reduce(ones, group=mesh.control)
+        return ones.item()
+    finally:
+        close_mesh(mesh)
 
 
 def persisted(rank, world, host, port, plan_text):
