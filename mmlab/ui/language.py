@@ -28,7 +28,7 @@ DEEP = 5
 
 _HOLE = re.compile(r"\{(\d)\}")
 _PROSE = re.compile(r"[a-z]{2,} [a-z]{2,}")
-_ENGLISH = re.compile(r"(?<![\w.=/\"'-])[a-z]{2,}(?![\w.=/(-])")
+_ENGLISH = re.compile(r"(?<![\w.=/\"'-])[A-Za-z][a-z]+(?![\w.=/(-])")
 _LEAD = re.compile(r"(\s*)(.*?)(\s*)", re.DOTALL)
 _TIMED = re.compile(r"(\d\d:\d\d:\d\d\s+)(.*)", re.DOTALL)
 _TEXT = re.compile(r"(?<=>)[^<>]+(?=<)")
