@@ -35,18 +35,15 @@ def compare(
     first: WhichArgument,
     second: WhichArgument,
     of: Annotated[str, typer.Option("--of", metavar="RUN", help="The run that has the second one.")] = "",
+    timeout: Annotated[float, typer.Option(min=1, help="Seconds that reading the weights may take.")] = 600.0,
     json: JsonOption = None,
 ) -> None:
     """Show what differs between two checkpoints: the plan, and the weights by module."""
     check_writable(json)
     other = open_run(of) if of else None
-    found = open_run(run).compare(_which(first), _which(second), other)
+    found = open_run(run).compare(first, second, other, timeout)
     console().print(str(found), markup=False, soft_wrap=True)
     write_results(json, found.to_json())
-
-
-def _which(text: str) -> str | int:
-    return int(text) if text.isdecimal() else text
 
 
 def rename_checkpoint(

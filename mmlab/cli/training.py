@@ -71,19 +71,44 @@ def train(plan: Plan) -> dict[str, Any]:
 
 
 def continue_run(run: Run, step: int | None, name: str, changes: list[str]) -> None:
-    """Start a run that has ended again from a checkpoint, in a lab of this process, and follow it to its end."""
+    """Start a run that has ended again from a checkpoint, in a lab of this process, and follow it to its end; in a
+    kernel start it and return."""
     plan = run.restored_plan(*changes) if changes else run.plan
-    results = _in_own_lab(plan, lambda lab: cast("Run", run.restore(step=step, name=name, lab=lab, plan=changes)))
-    _finish(results, None)
-    _print_places(results)
+    _goes_on(plan, lambda lab: cast("Run", run.restore(step=step, name=name, lab=lab, plan=changes)))
 
 
 def branch_run(run: Run, changes: list[str], step: int | None, name: str) -> None:
-    """Start a new run from a checkpoint of a run, in a lab of this process, and follow it to its end."""
+    """Start a new run from a checkpoint of a run, in a lab of this process, and follow it to its end; in a kernel start
+    it and return."""
     plan = run.branched_plan(*changes, step=step, name=name)
-    results = _in_own_lab(plan, lambda lab: run.branch(*changes, step=step, name=name, lab=lab))
+    _goes_on(plan, lambda lab: run.branch(*changes, step=step, name=name, lab=lab))
+
+
+def _goes_on(plan: Plan, start: Callable[[Lab], Run]) -> None:
+    """Train what `start` starts in a lab of its own."""
+    from mmlab.tracking.progress import in_kernel
+
+    if in_kernel():
+        _left_alone(plan, start)
+        return
+    results = _in_own_lab(plan, start)
     _finish(results, None)
     _print_places(results)
+
+
+def _left_alone(plan: Plan, start: Callable[[Lab], Run]) -> None:
+    """Start a run in a lab that outlives this command: a cell comes back, and the run goes on meanwhile."""
+    from mmlab.lab import Lab
+
+    lab = Lab(engines=plan.world_size, profile=plan.cluster.profile)
+    try:
+        started = start(lab)
+    except BaseException:  # refused or interrupted: nobody else would close it
+        lab.close()
+        raise
+    out = console()
+    out.print(f"run {started.dir}", markup=False, soft_wrap=True)
+    out.print(f"it starts in lab {lab.id} and goes on meanwhile; %mmlab status shows it, %mmlab close ends the lab")
 
 
 def _in_own_lab(plan: Plan, start: Callable[[Lab], Run]) -> dict[str, Any]:

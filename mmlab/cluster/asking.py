@@ -20,6 +20,8 @@ ANSWER = 10.0
 """Seconds that an engine may take to begin a cell: its main thread is free while it trains."""
 UNWIND = 5.0
 """Seconds that an interrupted cell gets to end."""
+MOST_RANKS = 100_000
+"""Ranks that one text may name."""
 OUTPUT = 2.0
 """Seconds for which the last output of a cell that has ended is waited for."""
 
@@ -53,7 +55,10 @@ def parse_ranks(text: str) -> list[int] | None:
         match = re.fullmatch(r"\s*(\d+)\s*(?:-\s*(\d+)\s*)?", part)
         if match is None or (match[2] is not None and int(match[2]) < int(match[1])):
             raise LabError(f"{text!r} names no ranks; write one such as 2, several such as 0,2 or 0-3, or all")
-        found += range(int(match[1]), int(match[2] or match[1]) + 1)
+        more = range(int(match[1]), int(match[2] or match[1]) + 1)
+        if len(found) + len(more) > MOST_RANKS:
+            raise LabError(f"{text!r} names more than {MOST_RANKS:,} ranks; all names those that there are")
+        found += more
     return list(dict.fromkeys(found))
 
 

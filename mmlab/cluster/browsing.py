@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
-from mmlab.cluster.compare import compare
+from mmlab.cluster.compare import TIMEOUT, compare
 from mmlab.cluster.export import export
 from mmlab.errors import CheckpointError, PlanError
 from mmlab.messages import ENDED, new_command
@@ -62,16 +62,19 @@ class Browsed(Steered):
         roots = (runs_root(), self._record.paths.root.parent)
         return checkpoints.branches(self._record, sorted({f.parent for root in roots for f in root.glob("*/run.json")}))
 
-    def compare(self, first: str | int, second: str | int, of: Browsed | str | Path | None = None) -> Comparison:
+    def compare(
+        self, first: str | int, second: str | int, of: Browsed | str | Path | None = None,
+        timeout: float | None = TIMEOUT,
+    ) -> Comparison:  # fmt: skip
         """What differs between two checkpoints, by name or step: the plan's fields, and the weights by module as
         ||second - first|| / ||first||; of any two layouts. A table.
 
         `of` is the run that has the second one (default: this one). Reads the weights in a process of its own.
-        CheckpointError when there is none such, or it is damaged.
+        CheckpointError when there is none such, it is damaged, or `timeout` seconds are over.
         """
         record = self._record
         other = record if of is None else of._record if isinstance(of, Browsed) else RunRecord(of)
-        return compare(*(_found(each, which) for each, which in ((record, first), (other, second))))
+        return compare(_found(record, first), _found(other, second), timeout)
 
     def export(self, folder: str | Path, step: int | None = None, name: str = "", adapters: bool = False) -> list[Path]:
         """Write a checkpoint's weights for Hugging Face's classes, or LoRA's `adapters` alone for PEFT; the files."""
@@ -189,8 +192,10 @@ class Browsed(Steered):
 
 
 def _found(record: RunRecord, which: str | int) -> dict[str, Any]:
-    """The row of a checkpoint by name or step."""
+    """The row of a checkpoint by name or step; digits are a step where no checkpoint is called so."""
     if isinstance(which, bool) or not isinstance(which, str | int) or which == "":
         raise CheckpointError(f"a checkpoint is named, or given by its step, not {which!r}")
+    if isinstance(which, str) and which.isdecimal() and all(row["name"] != which for row in record.checkpoints()):
+        which = int(which)
     step, name = (which, "") if isinstance(which, int) else (None, which)
     return {**record.find_checkpoint(step, name), "run": record.id}

@@ -17,6 +17,7 @@ from mmlab.errors import PlanError
 from mmlab.plan import schema
 from mmlab.plan.keys import flatten, get, known_key, known_keys, live_keys, sections, unknown_key
 from mmlab.plan.tables import html_table, text_table
+from mmlab.plan.typed import separate
 
 P = TypeVar("P", bound=schema.Plan)
 
@@ -142,12 +143,13 @@ def parse_override(text: str) -> tuple[str, Any]:
 
 
 def with_changes(plan: P, changes: Iterable[str | Mapping[str, Any]]) -> P:
-    """A copy of the plan with overrides applied in order: `key=value` texts or (nested or dotted) mappings."""
+    """A copy of the plan with overrides applied in order: `key=value` texts, each of one or several, or (nested or
+    dotted) mappings."""
     data = plan.model_dump()
     for change in changes:
         if not isinstance(change, str | Mapping):
             raise PlanError(f'a change to a plan is "parallel.tp=2" or {{"parallel.tp": 2}}, not {change!r}')
-        items = [parse_override(change)] if isinstance(change, str) else list(change.items())
+        items = list(map(parse_override, separate(change))) if isinstance(change, str) else list(change.items())
         for name, value in flatten(dict(items)):
             *path, leaf = name.split(".")
             table = data

@@ -85,7 +85,8 @@ def _bar(timed: Timed, x: float, width: float, y: float, unit: str) -> str:
     return f'<g><title>{escape(about)}</title>{rect} fill="{_colour(op.kind)}"{paler}{edge}/>{text}</g>'
 
 
-def _legend(kinds: Sequence[str], y: float) -> str:
+def _legend(kinds: Sequence[str], width: float, top: float) -> tuple[str, float]:
+    """The meaning of colours from `top` on, in as many rows as the picture's width calls for; where it ends."""
     entries: dict[str, str] = {}
     for kind in kinds:
         if kind.startswith("recv"):
@@ -93,14 +94,17 @@ def _legend(kinds: Sequence[str], y: float) -> str:
         else:
             entries[NAMES.get(kind, "send")] = _colour(kind)
     order = [*dict.fromkeys(NAMES.values()), "send", "wait, receive"]
-    parts, x = [], 14.0
+    parts, x, y = [], 14.0, top
     for name in sorted(entries, key=order.index):
+        room = 18 + 6.6 * len(name)
+        if x > 14 and x + room > width - 14:
+            x, y = 14.0, y + 20
         parts.append(
             f'<rect x="{x:.0f}" y="{y - 10:.0f}" width="13" height="13" rx="2" fill="{entries[name]}"/>'
             f'<text x="{x + 18:.0f}" y="{y + 1:.0f}" font-size="12" fill="{FAINT}">{name}</text>'
         )
-        x += 18 + 6.6 * len(name) + 18
-    return "".join(parts)
+        x += room + 18
+    return "".join(parts), y
 
 
 def schedule_svg(timeline: Timeline, title: str = "", labels: Sequence[str] = (), unit: str = "s") -> str:
@@ -114,7 +118,7 @@ def schedule_svg(timeline: Timeline, title: str = "", labels: Sequence[str] = ()
     left = 24 + 6.9 * max((len(label) for label in labels), default=0)
     scale = _PLOT / span
     bottom = _TOP + len(timeline) * (_ROW + _GAP)
-    width, height = left + _PLOT + 24, bottom + 60
+    width = left + _PLOT + 24
     parts = [_axis(span, unit, left, scale, bottom)]
     for index, (label, ops) in enumerate(zip(labels, timeline, strict=True)):
         y = _TOP + index * (_ROW + _GAP)
@@ -133,13 +137,15 @@ def schedule_svg(timeline: Timeline, title: str = "", labels: Sequence[str] = ()
     if any(timed.op.chunk for ops in timeline for timed in ops):
         summary += " · paler: a rank's further model chunks"
     kinds = sorted({timed.op.kind for ops in timeline for timed in ops})
+    legend, last = _legend(kinds, width, bottom + 46)
+    height = last + 14
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:.0f} {height:.0f}" width="{width:.0f}" '
-        f'style="max-width:100%;height:auto;background:#fff" role="img" aria-label="{heading}; {escape(summary)}" '
-        f'font-family="{FONT}"><rect width="100%" height="100%" fill="#fff"/>'
+        f'style="max-width:100%;height:auto" role="img" aria-label="{heading}; {escape(summary)}" '
+        f'font-family="{FONT}"><rect width="100%" height="100%" rx="8" fill="#fff"/>'
         f'<text x="14" y="24" font-size="15" font-weight="600" fill="{INK}">{heading}</text>'
         f'<text x="14" y="44" font-size="12.5" fill="{FAINT}">{escape(summary)}</text>'
-        f"{''.join(parts)}{_legend(kinds, height - 14)}</svg>"
+        f"{''.join(parts)}{legend}</svg>"
     )
 
 

@@ -188,8 +188,8 @@ def layout_svg(layout: Layout) -> str:
     total, bottom = max(right + 14, 8.8 * len(heading) + 28, 6.6 * len(flow) + 28), y + row + 14
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {total:.0f} {bottom:.0f}" width="{total:.0f}" '
-        f'style="max-width:100%;height:auto;background:#fff;border:1px solid {GRID}" role="img" '
-        f'aria-label="{heading}" font-family="{FONT}"><rect width="100%" height="100%" fill="#fff"/>'
+        f'style="max-width:100%;height:auto" role="img" aria-label="{heading}" '
+        f'font-family="{FONT}"><rect width="100%" height="100%" rx="8" fill="#fff" stroke="{GRID}"/>'
         f'<text x="14" y="24" font-size="15" font-weight="600" fill="{INK}">{heading}</text>'
         f'<text x="14" y="45" font-size="12" fill="{FAINT}">{flow}</text>{"".join(parts)}</svg>'
     )

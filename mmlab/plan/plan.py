@@ -61,7 +61,8 @@ class Plan(schema.Plan):
         return io.save(self, path, comments)
 
     def with_(self, *changes: str | Mapping[str, Any] | Fix) -> Self:
-        """A copy with changes: "parallel.tp=2", {"parallel.tp": 2} or a problem's fix. PlanError on bad ones."""
+        """A copy with changes: "parallel.tp=2", "parallel.tp=2, train.steps=80", {"parallel.tp": 2} or a problem's fix.
+        PlanError on bad ones."""
         flat = (part for change in changes for part in (change.overrides if isinstance(change, Fix) else (change,)))
         return io.with_changes(self, flat)
 

@@ -32,6 +32,7 @@ from mmlab.messages.runs import TORCHRUN, create_run, runs_root
 from mmlab.plan import Plan
 from mmlab.plan.io import parse_override
 from mmlab.plan.relayout import relaid
+from mmlab.plan.typed import separate
 from mmlab.train.job import Job
 
 KEY = "mmlab/run"
@@ -128,7 +129,7 @@ def _resume(root: Path, changes: list[str], world: int, who: str) -> dict[str, A
         if beacon.generation == generation - 1 and here and not beacon.done:
             raise MmlabError(f"run {root.name} is at work: rank {beacon.rank} is process {beacon.pid}; stop it first")
     old = Plan.load(paths.plan)
-    plan = relaid(old, dict(parse_override(change) for change in changes)) if changes else old
+    plan = relaid(old, dict(parse_override(one) for change in changes for one in separate(change))) if changes else old
     _check_world(plan, world)
     try:
         rescue_move(paths)

@@ -22,6 +22,9 @@ WIDTH = 900
 SCALE = 2
 """Device pixels for each CSS pixel."""
 _FINE = 2  # drawn larger by this factor and scaled down: Pillow draws lines without antialiasing
+_CORNER = 8  # radius
+COLOURS = 128
+"""Colours of the picture; the last is what shines through."""
 MOST_ROWS = 12
 """Ranks whose phases are drawn."""
 
@@ -98,8 +101,21 @@ class _Canvas:
         return text
 
     def png(self) -> bytes:
+        """As a card with round corners, on whatever a theme has behind it.
+
+        Averaging 2 x 2 makes five shades of an edge, where Lanczos makes dozens: 61 KB of a run of 500 steps, not 96.
+        """
+        wide, tall = (side - 1 for side in self.image.size)
+        self.draw.rounded_rectangle((0, 0, wide, tall), _CORNER * self.unit, outline=LINE, width=self.unit)
+        card = self.image.resize(self.size, Image.Resampling.BOX).quantize(COLOURS - 1)
+        outside = Image.new("1", self.size, 1)
+        corners = (0, 0, self.size[0] - 1, self.size[1] - 1)
+        ImageDraw.Draw(outside).rounded_rectangle(corners, _CORNER * SCALE, fill=0)
+        known = card.getpalette() or []
+        card.putpalette([*known, *([0] * (3 * COLOURS - len(known)))])
+        card.paste(COLOURS - 1, mask=outside)
         data = io.BytesIO()
-        self.image.resize(self.size, Image.Resampling.LANCZOS).quantize(128).save(data, "PNG")
+        card.save(data, "PNG", optimize=True, transparency=COLOURS - 1)
         return data.getvalue()
 
 

@@ -12,7 +12,7 @@ from ui.synthetic import SyntheticRun
 from mmlab import Plan
 from mmlab.cluster.asking import CellFailed, ask, engines_of, parse_ranks
 from mmlab.cluster.cells import BEGAN, names_of, offered
-from mmlab.errors import LabError, MmlabError
+from mmlab.errors import CheckpointError, LabError, MmlabError
 from mmlab.lab import Lab, Run
 from mmlab.magics import LabMagics, between, overview, say, show, takes_run
 from mmlab.tracking.sent import Sent
@@ -30,6 +30,8 @@ def test_ranks_are_read_as_written():
     assert parse_ranks("all") is None
     assert parse_ranks("2") == [2]
     assert parse_ranks("0-2, 5,1") == [0, 1, 2, 5]
+    with pytest.raises(LabError, match="more than 100,000 ranks"):
+        parse_ranks("0-999999999")
     for bad in ("x", "2-1", "1,", "-1", "1.5"):
         with pytest.raises(LabError, match="names no ranks"):
             parse_ranks(bad)
@@ -127,18 +129,18 @@ def trained(place, tmp_path_factory):
     patch = pytest.MonkeyPatch()
     patch.setenv("JUPYTER_RUNTIME_DIR", str(tmp_path_factory.mktemp("magics")))
     lab = Lab(engines=3)
-    kernel = None
+    kernel, pids = None, {}
     try:
         kernel = Kernel()
         loaded = kernel.run("%load_ext mmlab")
         assert loaded["error"] == []
         run = lab.train(Plan.preset("laptop").with_("train.steps=100000"))
         run.wait(step=2, timeout=150, progress=False)
+        pids = processes(lab)
         yield kernel, lab, run
     finally:
         if kernel is not None:
             kernel.close()
-        pids = processes(lab)
         lab.close()
         patch.undo()
         assert_ended(pids)
@@ -191,6 +193,30 @@ def test_busy_engines_and_words_of_the_command_line(trained):
     refused = kernel.run("%mmlab relayout data.seed=4")
     assert refused["error"] == ["%mmlab relayout did not succeed (exit code 1); its message is above"]
     assert "a run that goes on keeps its model" in refused["text"]
+    assert "checkpoint: applied" in kernel.run("%mmlab checkpoint 7")["text"]
     assert "stop: " in kernel.run(f"%mmlab stop {run.id}")["text"]
     run.wait(timeout=30, progress=False)
     assert kernel.run("%%rank 0\nrank, 'model' in dir()")["text"] == "[0] (0, False)\n"
+    assert run.compare("7", str(run.status()["step"])).modules, "digits: a name, else a step"
+    with pytest.raises(CheckpointError, match=r"comparing was not done after 0\.01 s"):
+        run.compare("7", "7", timeout=0.01)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_a_cell_comes_back_though_no_lab_lives(trained):
+    """Where `mmlab restore` in a terminal follows the run to its end."""
+    kernel, lab, run = trained
+    lab.close()
+    for line, other in (("%mmlab restore --name 7 parallel.microbatches=4,", False), ("%mmlab branch --name 7", True)):
+        began = time.monotonic()
+        text = kernel.run(line)["text"]
+        assert time.monotonic() - began < 20, text
+        assert "goes on meanwhile" in text
+        [own] = Lab.live()
+        assert f"it starts in lab {own.id} " in text
+        assert (f"{run.dir}\n" not in text) == other
+        eventually(lambda own=own: own.info().get("keeper"))
+        pids = processes(own)
+        own.close()
+        assert_ended(pids)

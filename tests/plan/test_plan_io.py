@@ -10,6 +10,7 @@ import mmlab
 from mmlab.errors import PlanError
 from mmlab.plan import Plan, known_keys, live_keys, preset_names, set_live
 from mmlab.plan.keys import get, sections
+from mmlab.plan.typed import changes_of
 
 
 @given(plans())
@@ -121,6 +122,23 @@ def test_overrides(override, key, value):
     assert get(changed, key) == value
     assert plan == Plan(), "the first plan stays as it is"
     assert [change.key for change in plan.diff(changed)] in ([key], [])
+
+
+def test_one_text_may_hold_several_changes():
+    """As typed on a page, in a cell and in a shell, where a comma may be left at the end of a word."""
+    text = 'parallel.tp=2, parallel.layers_per_stage=[1, 2]; name="x y"'
+    assert changes_of(text) == ["parallel.tp=2", "parallel.layers_per_stage=[1, 2]", 'name="x y"']
+    assert changes_of("laptop parallel.tp=2,train.steps = 9 ") == ["laptop", "parallel.tp=2", "train.steps = 9"]
+    assert changes_of("'my plan.toml'") == ["my plan.toml"]
+    assert changes_of(" ") == []
+    for bad, word in (("parallel.tp=2 and more", "'and'"), ("laptop quickstart", "'quickstart'"), ("=3", "'=3'")):
+        with pytest.raises(PlanError, match=f"^{word} is no change to the plan"):
+            changes_of(bad)
+    plan = Plan().with_(text)
+    assert (plan.parallel.tp, plan.parallel.layers_per_stage, plan.name) == (2, (1, 2), "x y")
+    assert Plan().with_("parallel.tp=2,", "train.steps=9,").train.steps == 9
+    for whole in ("s3://x?a=1,b=2", "a folder/with spaces", "a, b"):
+        assert Plan().with_(f"data.path={whole}").data.path == whole
 
 
 def test_later_overrides_win():

@@ -45,6 +45,16 @@ def test_layouts_show_every_rank_and_node(name):
         assert place.label in bundle["text/html"]
 
 
+def test_the_legend_of_many_kinds_stays_in_the_picture():
+    plan = Plan.preset("quickstart").with_("parallel.schedule=zb_h1", "parallel.microbatches=4")
+    root = ElementTree.fromstring(plan.schedule().svg())
+    _, _, width, height = map(float, root.get("viewBox").split())
+    for text in root.iter(f"{SVG}text"):
+        if text.get("text-anchor") is None:
+            assert float(text.get("x")) + 6.6 * len(text.text) < width, text.text
+        assert float(text.get("y")) < height
+
+
 def test_a_measured_timeline_is_drawn_to_scale():
     timeline = [[Timed(Op("forward", 7), 0.0, 1.0), Timed(Op("norm"), 1.0, 4.0)], [Timed(Op("backward", 7), 2.0, 4.0)]]
     svg = schedule_svg(timeline, "step 40 <measured>", ["stage 0 & co", "stage 1"])

@@ -15,7 +15,7 @@ from mmlab.errors import CheckpointError
 from mmlab.lab import Run
 from mmlab.tracking.tree import CheckpointTree
 from mmlab.ui.dashboard import part
-from mmlab.ui.panels.checkpoints import MOST, Checkpoints, changes_of
+from mmlab.ui.panels.checkpoints import MOST, Checkpoints
 from mmlab.ui.source import RunSource
 from ui.stage import Stage, browser_page
 from ui.synthetic import SyntheticRun, branch_out
@@ -91,15 +91,6 @@ def test_thousands_of_rows_are_bounded(panel: Checkpoints) -> None:
     panel._listing._next = float("inf")
     found = panel.frame()
     assert (len(found["nodes"]), found["left_out"]) == (MOST, 7 * 200 - MOST)
-
-
-def test_changes_are_told_apart() -> None:
-    assert changes_of("") == []
-    assert changes_of("parallel.tp=2") == ["parallel.tp=2"]
-    assert changes_of(" parallel.tp=2,train.steps = 9 ") == ["parallel.tp=2", "train.steps = 9"]
-    assert changes_of("laptop parallel.layers_per_stage=[2, 2]; name=a b") == [
-        "laptop", "parallel.layers_per_stage=[2, 2]", "name=a b",
-    ]  # fmt: skip
 
 
 def test_buttons_do_what_the_verbs_do(panel: Checkpoints, grown: SyntheticRun) -> None:

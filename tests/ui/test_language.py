@@ -28,8 +28,23 @@ WHOLE = ("plan/idle.py", "plan/rules", "ui/words.py", "tracking/doctor.py", "tra
 NOT_SAID = ("{0} min {1} s", "{0} h {1} min", "encoder on {0}", "{0}: {1} ranks, {2}; {3} samples a step in {4}",
             "mmlab does not run on native Windows; use WSL2 (`wsl --install`) and install it there")  # fmt: skip
 """Of those what only the command line says."""
-JOINED = {"1 rank", "ranks {0}", "at least {0}", "above {0}", "at most {0}", "below {0}", "time in {0}", "{0} node",
-          "{0} nodes", "; ", ": ", ", ", ". ", " and ", "  "}
+JOINED = {
+    "1 rank",
+    "ranks {0}",
+    "at least {0}",
+    "above {0}",
+    "at most {0}",
+    "below {0}",
+    "time in {0}",
+    "{0} node",
+    "{0} nodes",
+    "; ",
+    ": ",
+    ", ",
+    ". ",
+    " and ",
+    "  ",
+}
 """Sentences that the source puts together of single words."""
 
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import contextvars
-import re
 import threading
 import time
 from html import escape
 from typing import Any
 
 from mmlab.errors import MmlabError
+from mmlab.plan.typed import changes_of
 from mmlab.tracking.checkpoints import layout_text
 from mmlab.tracking.sent import Sent
 from mmlab.tracking.tables import size
@@ -28,7 +28,6 @@ WAIT = 2.0
 """Seconds that text and still pictures wait for a first look."""
 ANSWERS = 8
 """Last answers to commands that pages get."""
-_NEXT = re.compile(r"[\s,;]+(?=[A-Za-z_][\w.]*\s*=)")
 
 
 class Listing:
@@ -135,7 +134,7 @@ class Checkpoints(RunPanel):
         if verb == "compare":
             return run.compare(str(args["first"]), str(args["second"])).to_json()
         if verb == "check":
-            return self._check(name, changes_of(str(args.get("changes", ""))))
+            return self._check(name, str(args.get("changes", "")))
         try:
             return self._act(verb, name, args)
         finally:
@@ -158,12 +157,12 @@ class Checkpoints(RunPanel):
             return {"text": f"deleted {name} of step {row['step']}, {size(row['bytes'])}"}
         raise ValueError(f"unknown request {verb!r}")
 
-    def _check(self, name: str, changes: list[str]) -> dict[str, Any]:
+    def _check(self, name: str, typed: str) -> dict[str, Any]:
         """What a restore and a branch with these changes would go on by, or why they cannot."""
         run, found = self.source.run, {}
         for what, plan in (
-            ("restore", lambda: run.restored_plan(*changes) if changes else run.plan),
-            ("branch", lambda: run.branched_plan(*changes, name=name)),
+            ("restore", lambda: run.restored_plan(*changes) if (changes := changes_of(typed)) else run.plan),
+            ("branch", lambda: run.branched_plan(*changes_of(typed), name=name)),
         ):
             try:
                 made = plan()
@@ -193,11 +192,6 @@ class Checkpoints(RunPanel):
         """The tree as a table."""
         known = self._looked()
         return f"<p>{escape(known.problem)}</p>" if known.problem else known.tree.html()
-
-
-def changes_of(text: str) -> list[str]:
-    """Changes to a plan as typed into one line: "parallel.tp=2, train.steps=80"; a plan's name may come first."""
-    return [part for part in _NEXT.split(text.strip()) if part]
 
 
 def _slim(node: dict[str, Any]) -> dict[str, Any]:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from typing import Any
 
+from mmlab.errors import PlanError
 from mmlab.messages import Event
+from mmlab.plan.typed import changes_of
 from mmlab.ui.commands import in_words, newest, waiting
 from mmlab.ui.panel import RunPanel
 from mmlab.ui.words import command_text, event_text
@@ -14,7 +15,6 @@ from mmlab.ui.words import command_text, event_text
 BUTTONS = ("pause", "resume", "stop", "abort")
 MOST = 8
 """Waiting commands that are listed."""
-_CHANGE = re.compile(r"""[\w.]+\s*=\s*(?:\[[^\]]*\]|"[^"]*"|'[^']*'|[^\s,;]+)""")
 
 
 class Controls(RunPanel):
@@ -53,7 +53,7 @@ class Controls(RunPanel):
         what would change, in how many ranks."""
         run = self.source.run
         if verb == "check_relayout":
-            return self._check(changes_of(str(args.get("changes", ""))))
+            return self._check(_layout(args))
         if verb == "step":
             sent = run.step(int(args.get("n", 1)))
         elif verb == "set":
@@ -62,7 +62,7 @@ class Controls(RunPanel):
         elif verb == "checkpoint":
             sent = run.checkpoint(str(args.get("name", "")).strip())
         elif verb == "relayout":
-            sent = run.relayout(*changes_of(str(args.get("changes", ""))))
+            sent = run.relayout(*_layout(args))
             return {"text": f"relayout {args['changes']}", "id": sent.id}
         elif verb in BUTTONS:
             sent = getattr(run, verb)()
@@ -83,14 +83,12 @@ class Controls(RunPanel):
         return "\n".join(filter(None, [waiting, acked]))
 
 
-def changes_of(text: str) -> list[str]:
-    """Changes to a plan as typed, such as `parallel.tp=2, parallel.pp=1`, one by one. ValueError on anything else."""
-    found = _CHANGE.findall(text)
-    rest = _CHANGE.sub(" ", text).replace(",", " ").replace(";", " ").split()
-    if rest or not found:
-        what = repr(rest[0]) if rest else "nothing"
-        raise ValueError(f"{what} is no change to the plan; write key=value, such as parallel.tp=2")
-    return found
+def _layout(args: Mapping[str, Any]) -> list[str]:
+    """The layout that a page asks for: changes, or a plan. PlanError where there is none."""
+    changes = changes_of(str(args.get("changes", "")))
+    if not changes:
+        raise PlanError("no change was given; write key=value, such as parallel.tp=2")
+    return changes
 
 
 def _acked(event: Event) -> dict[str, Any]:

@@ -41,7 +41,10 @@ def still_charts(
             label = title if len(groups) == 1 else f"{title}: {word(group[0])}"
             body = line_chart(curves, label, from_zero=chart not in ("loss", "rates"))
             drawn.append(f'<figure style="margin:0"><figcaption>{escape(label)}</figcaption>{body}</figure>')
-    style = "display:flex;flex-wrap:wrap;gap:12px 24px;background:#fff;color:#1d2430;padding:10px;font:13px sans-serif"
+    style = (
+        "display:flex;flex-wrap:wrap;gap:12px 24px;background:#fff;color:#1d2430;padding:10px;font:13px sans-serif;"
+        "border:1px solid #d5dae1;border-radius:8px"
+    )
     return f'<div style="{style}">{"".join(drawn)}</div>'
 
 
