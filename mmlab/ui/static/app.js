@@ -104,7 +104,7 @@ class App {
   quiet() { // what is shown may be old: nothing has come, not even an answer
     const { unanswered, heard } = this.store;
     if (this.silence || unanswered === null || Date.now() - unanswered < GONE_AFTER) return;
-    const since = new Date(heard).toLocaleTimeString(spoken);
+    const since = new Date(heard).toLocaleTimeString("en-GB");
     put(this.notice, t("The kernel has not answered since {0}: it runs a cell, or it is gone.", since));
   }
 

@@ -137,7 +137,11 @@ class Store {
 
   here() {
     this.unanswered ??= Date.now();
-    this.model.send({ kind: "here", ...this.sight() });
+    this.post({ kind: "here", ...this.sight() });
+  }
+
+  post(content) { // refused when the kernel was started anew: it does not know the view
+    try { this.model.send(content); return true; } catch { return false; }
   }
 
   sight() { // the extension's renderer takes a new picture without drawing the view anew
@@ -149,7 +153,7 @@ class Store {
 
   hello(wait = ASK_AGAIN) { // a page that is just reconnecting loses messages, so ask until the history is here
     this.seq = null;
-    this.model.send({ kind: "hello", language: spoken, ...(this.views.size ? this.sight() : {}) });
+    this.post({ kind: "hello", language: spoken, ...(this.views.size ? this.sight() : {}) });
     clearTimeout(this.again);
     this.again = setTimeout(() => { if (this.seq === null) this.hello(Math.min(2 * wait, 60_000)); }, wait);
   }
@@ -160,7 +164,10 @@ class Store {
     const token = Math.random().toString(36).slice(2);
     return new Promise((resolve, reject) => {
       this.asked.set(token, { resolve, reject, timer: busy && setTimeout(busy, BUSY_AFTER) });
-      this.model.send({ kind: "ask", token, panel, verb, args });
+      if (this.post({ kind: "ask", token, panel, verb, args })) return;
+      clearTimeout(this.asked.get(token).timer);
+      this.asked.delete(token);
+      reject(new Error(t("the kernel that had this view is gone; run the cell again")));
     });
   }
 
