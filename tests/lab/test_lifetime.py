@@ -47,6 +47,7 @@ def owner(alone):
         process.stdout.close()
 
 
+@pytest.mark.slow
 def test_a_lab_outlives_a_killed_kernel_and_its_run_is_steered_by_the_next(owner):
     kernel = owner(TRAIN + "time.sleep(600)", outlive=True)
     lab_id, run_dir = kernel.stdout.readline().split()

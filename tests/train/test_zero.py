@@ -67,9 +67,8 @@ SHARED = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    "case", [pytest.param(case, marks=[] if case == "zero3" else pytest.mark.slow) for case in SHARED]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("case", SHARED)
 def test_a_run_evaluates_writes_and_goes_on(pool, shards, tmp_path, case):
     """Losses with evaluations in between are those without: nothing gathered for one outlives an update."""
     changes = ("parallel.dp=2", "train.steps=4", "train.eval_samples=12", "train.sample_images=2", *SHARED[case])
