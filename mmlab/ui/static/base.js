@@ -131,11 +131,16 @@ class Store {
 
   shown() { return [...new Set([...this.views].flatMap((view) => view.shown()))]; }
 
-  here() { this.model.send({ kind: "here", page: this.page, shown: this.shown() }); }
+  here() { this.model.send({ kind: "here", ...this.sight() }); }
+
+  sight() { // the extension's renderer takes a new picture without drawing the view anew
+    const renewable = [...this.views].some(({ root }) => root.closest(".mmlab-outlives"));
+    return { page: this.page, shown: this.shown(), renewable };
+  }
 
   hello(wait = ASK_AGAIN) { // a page that is just reconnecting loses messages, so ask until the history is here
     this.seq = null;
-    this.model.send(this.views.size ? { kind: "hello", page: this.page, shown: this.shown() } : { kind: "hello" });
+    this.model.send(this.views.size ? { kind: "hello", ...this.sight() } : { kind: "hello" });
     clearTimeout(this.again);
     this.again = setTimeout(() => { if (this.seq === null) this.hello(Math.min(2 * wait, 60_000)); }, wait);
   }
