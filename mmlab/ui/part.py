@@ -7,6 +7,7 @@ for one another.
 from __future__ import annotations
 
 import contextvars
+import os
 import threading
 import time
 from collections.abc import Iterable, Sequence
@@ -18,6 +19,7 @@ from uuid import uuid4
 
 from mmlab.errors import MmlabError
 from mmlab.messages.files import whole
+from mmlab.ui.language import language, spoken
 from mmlab.ui.panel import Panel, Reply
 from mmlab.ui.series import Series
 from mmlab.ui.source import Source
@@ -66,6 +68,7 @@ class Part:
         self._want_history.set()
         self._seen = time.monotonic()
         self._pages: dict[str, tuple[float, set[str]]] = {}
+        self._language = language(os.environ.get("MMLAB_LANGUAGE", ""))
         self._displays: list[str] = []
         self._renewable = False
         self._published: dict[str, Any] = {}
@@ -142,7 +145,7 @@ class Part:
         """The panels as HTML and text."""
         with self.source.lock:
             html = "\n".join(panel.html() for panel in self.panels.values())
-        return {"text/html": html, "text/plain": repr(self)}, {}
+        return {"text/html": self._said_html(html), "text/plain": repr(self)}, {}
 
     def keep_still(self) -> None:
         """Give the view the picture that its page shows when no kernel answers: after a restart, or when saved."""
@@ -151,7 +154,18 @@ class Part:
             html = "\n".join(panel.html() for name, panel in self.panels.items() if name in self._shown)
             text = "\n\n".join(panel.text() for name, panel in self.panels.items() if name in self._shown)
         self._kept_still = time.monotonic()
-        view.still = whole(html if len(html) <= MOST_STILL else f"<pre>{escape(text[:MOST_STILL])}</pre>")
+        view.still = whole(
+            self._said_html(html if len(html) <= MOST_STILL else f"<pre>{escape(text[:MOST_STILL])}</pre>")
+        )
+
+    def _said_html(self, html: str) -> str:
+        return self._language.html(html) if self._language else html
+
+    def _said(self, panel: Panel | None, value: Any) -> Any:
+        """What a panel shows or answers, in the language of the page that was opened last."""
+        if self._language is None or panel is None:
+            return value
+        return spoken(value, (*panel.spoken, "problem"), self._language)
 
     def _heard(self, _: Any, message: dict[str, Any], __: Any) -> None:
         """A message of a page, on whichever thread the kernel chooses."""
@@ -161,6 +175,7 @@ class Part:
         if "shown" in message:
             self._note_sight(str(message.get("page")), {name for name in message["shown"] if name in self.panels})
         if kind == "hello":
+            self._language = language(str(message.get("language") or ""))
             self._want_history.set()
         elif kind == "ask":
             panel = self.panels.get(str(message.get("panel")))
@@ -185,15 +200,15 @@ class Part:
                 raise ValueError(f"no panel {message.get('panel')!r}")
             value = panel.handle(str(message.get("verb")), dict(message.get("args") or {}))
         except (MmlabError, ValueError, TypeError, KeyError, OSError) as error:
-            self.view.refuse(token, str(error))
+            self.view.refuse(token, self._language.say(str(error)) if self._language else str(error))
             return
         except Exception as error:  # a fault of ours: the page says so instead of waiting for ever
             self.view.refuse(token, f"{type(error).__name__}: {error}")
             return
         if isinstance(value, Reply):
-            self.view.reply(token, value.value, value.buffers)
+            self.view.reply(token, self._said(panel, value.value), value.buffers)
         else:
-            self.view.reply(token, value)
+            self.view.reply(token, self._said(panel, value))
 
     def _work(self) -> None:
         sent = 0.0
@@ -245,7 +260,7 @@ class Part:
     def _send(self) -> None:
         """One message to all pages, at most: the history where one asked for it or the run went back."""
         assert self._view is not None
-        frames = self.frames()
+        frames = {name: self._said(self.panels[name], frame) for name, frame in self.frames().items()}
         points: dict[str, Any] = {}
         with self.source.lock:
             for panel in self.panels.values():
