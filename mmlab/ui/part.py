@@ -137,9 +137,9 @@ class Part:
             return self.still()
         shown = self.view._repr_mimebundle_()  # the first time it looks, so before the picture
         data, metadata = self.still()
-        widget = shown[0] if isinstance(shown, tuple) else shown
+        widget, more = shown if isinstance(shown, tuple) else (shown, {})  # `more` tells Colab which manager it needs
         data |= {key: value for key, value in (widget or {}).items() if "widget-view" in key}
-        return data | {OUTLIVES: {}}, metadata
+        return data | {OUTLIVES: {}}, metadata | more
 
     def still(self) -> tuple[dict[str, Any], dict[str, Any]]:
         """The panels as HTML and text."""
