@@ -7,28 +7,24 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
+
+
+def free_port() -> int:
+    """A port of this host that nobody listens on."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
 
 
 @contextmanager
-def serving(
-    module: str, root: Path, private: Path, token: str, options: list[str], environment: dict[str, str]
-) -> Iterator[int]:
-    """`python -m module` on `root` with its own files in `private`, where its log is; the port, once it answers."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    folders = {f"JUPYTER_{kind}_DIR": str(private / kind.lower()) for kind in ("CONFIG", "DATA", "RUNTIME")}
-    command = [
-        sys.executable, "-m", module, "--no-browser", f"--port={port}", "--allow-root",
-        f"--IdentityProvider.token={token}", f"--ServerApp.root_dir={root}", *options,
-    ]  # fmt: skip
-    log = private / "server.log"
+def answering(command: Sequence[str | Path], port: int, log: Path, **options: Any) -> Iterator[subprocess.Popen[bytes]]:
+    """A server as a process (with `subprocess`'s options), from when it answers on its port until it is told to end."""
     with open(log, "w") as file:
-        values = os.environ | folders | environment
-        process = subprocess.Popen(command, env=values, stdout=file, stderr=subprocess.STDOUT)
+        process = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, **options)
     try:
         end = time.monotonic() + 60
         while True:
@@ -38,7 +34,7 @@ def serving(
             assert process.poll() is None, log.read_text()
             assert time.monotonic() < end, log.read_text()
             time.sleep(0.05)
-        yield port
+        yield process
     finally:
         process.terminate()
         try:
@@ -46,3 +42,18 @@ def serving(
         except subprocess.TimeoutExpired:  # on a loaded machine Jupyter's server sometimes hangs at its own exit
             process.kill()
             process.wait()
+
+
+@contextmanager
+def serving(
+    module: str, root: Path, private: Path, token: str, options: list[str], environment: dict[str, str]
+) -> Iterator[int]:
+    """`python -m module` on `root` with its own files in `private`, where its log is; the port, once it answers."""
+    port = free_port()
+    folders = {f"JUPYTER_{kind}_DIR": str(private / kind.lower()) for kind in ("CONFIG", "DATA", "RUNTIME")}
+    command = [
+        sys.executable, "-m", module, "--no-browser", f"--port={port}", "--allow-root",
+        f"--IdentityProvider.token={token}", f"--ServerApp.root_dir={root}", *options,
+    ]  # fmt: skip
+    with answering(command, port, private / "server.log", env=os.environ | folders | environment):
+        yield port
