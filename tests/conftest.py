@@ -5,6 +5,7 @@ from collections.abc import Generator, Iterator
 from pathlib import Path
 
 import pytest
+from sharing import run_taken
 from what_happened import what_happened
 
 from mmlab.cluster.pool import RankPool
@@ -23,6 +24,20 @@ def _without_dali() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("mmlab.plan.rules.data.has_dali", lambda: False)
         yield
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--share", type=Path, metavar="FOLDER", help="run modules that no other process there has taken")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtestloop(session: pytest.Session) -> bool | None:
+    """Pytest's own loop, or where several processes share the tests, that over what this one takes."""
+    folder = session.config.getoption("--share")
+    if folder is None or session.testsfailed or session.config.option.collectonly:
+        return None
+    run_taken(session, folder)
+    return True
 
 
 SETUP = 30.0

@@ -13,10 +13,11 @@ from pathlib import Path
 from typing import Any
 
 
-def free_port() -> int:
-    """A port of this host that nobody listens on."""
+def free_port(wanted: int = 0) -> int:
+    """A port of this host that nobody listens on, and which that is (0: any)."""
     with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        probe.bind(("127.0.0.1", wanted))
         return int(probe.getsockname()[1])
 
 
@@ -46,10 +47,17 @@ def answering(command: Sequence[str | Path], port: int, log: Path, **options: An
 
 @contextmanager
 def serving(
-    module: str, root: Path, private: Path, token: str, options: list[str], environment: dict[str, str]
+    module: str,
+    root: Path,
+    private: Path,
+    token: str,
+    options: list[str],
+    environment: dict[str, str],
+    port: int = 0,
 ) -> Iterator[int]:
-    """`python -m module` on `root` with its own files in `private`, where its log is; the port, once it answers."""
-    port = free_port()
+    """`python -m module` on `root` with its own files in `private`, where its log is; the port (0: any), once it
+    answers."""
+    port = free_port(port)
     folders = {f"JUPYTER_{kind}_DIR": str(private / kind.lower()) for kind in ("CONFIG", "DATA", "RUNTIME")}
     command = [
         sys.executable, "-m", module, "--no-browser", f"--port={port}", "--allow-root",

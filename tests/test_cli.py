@@ -225,7 +225,7 @@ def test_compression_shows_what_was_counted(command: Command, run: SyntheticRun)
 
 def test_placement_and_measured_say_what_the_run_says(command: Command, run: SyntheticRun) -> None:
     code, _, err = command("measured", "last")
-    assert (code, "traced" in err) == (1, True)
+    assert (code, "has no trace of a step" in err) == (1, True)
     run.train(2)
     run.trace()
     code, out, _ = command("measured", "last", "--step", str(run.step))

@@ -134,6 +134,7 @@ def test_the_quickstart_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 
 @pytest.mark.slow
+@pytest.mark.alone
 @pytest.mark.timeout(400)
 def test_the_lesson_about_schedules_measures_what_the_formula_says(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch

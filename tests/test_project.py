@@ -78,7 +78,8 @@ def test_ci_runs_the_lines_of_the_readme():
     steps = read(".ci/run").splitlines()
     assert install in steps
     assert test in steps
-    assert steps.index(install) < steps.index(test) < steps.index(f"{test} -m slow")
+    shared, alone = f'shared=({test} -m "slow and not alone" --share .venv/taken)', f'{test} -m "slow and alone"'
+    assert steps.index(install) < steps.index(test) < steps.index(shared) < steps.index(alone)
 
 
 def without_comments(code):

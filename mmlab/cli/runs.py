@@ -62,7 +62,7 @@ def show(run: RunArgument, follow: Annotated[bool, typer.Option(help="Go on unti
 
 
 def placement(run: RunArgument) -> None:
-    """Show which rank is where, how it is (alive, waiting, slow, stopped, dead), what it does, and who talks to whom."""
+    """Show which rank is where, how it is (alive, waiting, slow, dead), what it does, and who talks to whom."""
     console().print(str(open_run(run).placement()), markup=False, soft_wrap=True)
 
 

@@ -160,12 +160,14 @@ class RankPool:
         self._hosts = tuple(hosts)
         _sweep()
         self._folder = Path(tempfile.mkdtemp(prefix=f"{_prefix()}{os.getpid()}-{process_started(os.getpid()):.0f}-"))
-        self._ranks: list[_Rank] = []
-        self._start()
+        self._ranks: dict[int, _Rank] = {}
+        self._start(n)
 
-    def _start(self) -> None:
-        missing = range(len(self._ranks), self.n)
-        self._ranks += [_Rank(rank, self._folder, self.threads, self._host(rank)) for rank in missing]
+    def _start(self, n: int) -> None:
+        """Have the first `n` ranks; each one that is missing costs three seconds of a core."""
+        for rank in range(n):
+            if rank not in self._ranks:
+                self._ranks[rank] = _Rank(rank, self._folder, self.threads, self._host(rank))
 
     def _host(self, rank: int) -> Host:
         return self._hosts[rank] if rank < len(self._hosts) else Host()
@@ -173,12 +175,12 @@ class RankPool:
     @property
     def pids(self) -> list[int]:
         """The processes, in rank order."""
-        return [rank.process.pid for rank in self._ranks]
+        return [self._ranks[rank].process.pid for rank in sorted(self._ranks)]
 
     def grow(self, n: int) -> None:
         """Have at least `n` ranks."""
         self.n = max(self.n, n)
-        self._start()
+        self._start(n)
 
     def run(
         self,
@@ -193,16 +195,16 @@ class RankPool:
         `function`: "module:name", or a function of an importable module, called as
         `function(rank, world, store_host, store_port, *args, **kwargs)`; arguments and results are pickled. Each call
         has a fresh TCPStore, to be joined as a client; a process group that the function leaves behind is destroyed.
-        RankError when a rank raises or ends, RankTimeout after `timeout` seconds: in both cases all ranks are killed,
-        so none stays in a collective, and the next call starts new ones.
+        RankError when a rank raises or ends, RankTimeout after `timeout` seconds: in both cases the ranks of the call
+        are killed, so none stays in a collective, and the next call starts those that it needs.
         """
         world = self.n if ranks is None else ranks
         if world > self.n:
             raise ValueError(f"{world} ranks asked of a pool of {self.n}")
         if not isinstance(function, str):
             function = f"{function.__module__}:{function.__qualname__}"
-        self._start()
-        members = self._ranks[:world]
+        self._start(world)
+        members = [self._ranks[rank] for rank in range(world)]
         request = {"kind": "call", "function": function, "world": world, "args": args, "kwargs": kwargs}
         request |= {"path": [entry or os.getcwd() for entry in sys.path], "host": self._host(0).address}
         try:
@@ -212,7 +214,7 @@ class RankPool:
                 member.send(request | {"port": port})
             return [pickle.loads(data) for data in self._collect(members, timeout)]
         except BaseException:
-            self._kill()
+            self._kill(world)
             raise
 
     def _collect(self, members: list[_Rank], timeout: float) -> list[Any]:
@@ -245,13 +247,14 @@ class RankPool:
             raise RankTimeout(f"rank {names} of {len(members)} did not end within {timeout:g} s", stacks)
         return [replies[member.rank] for member in members]
 
-    def _kill(self) -> None:
-        while self._ranks:
-            self._ranks.pop().kill()
+    def _kill(self, world: int) -> None:
+        """End the first `world` ranks."""
+        for rank in [rank for rank in self._ranks if rank < world]:
+            self._ranks.pop(rank).kill()
 
     def close(self) -> None:
         """End all processes and remove their logs."""
-        self._kill()
+        self._kill(self.n)
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def __enter__(self) -> RankPool:

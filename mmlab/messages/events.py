@@ -53,6 +53,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from pydantic_core import from_json
+
 from mmlab.messages.files import whole
 
 Event = dict[str, Any]
@@ -129,15 +131,24 @@ class EventLog:
 def parse_event(line: bytes) -> Event | None:
     """The event of a line; None for one that was cut, or that is none."""
     try:
-        event = json.loads(line)
-    except (ValueError, RecursionError):
-        return None  # a line cut by a crash or a full disk, or nested without end
+        event = from_json(line, cache_strings="all")  # 5 us for a step of three ranks, where json.loads takes 21
+    except ValueError:
+        event = _lenient(line)
     if not isinstance(event, dict) or not isinstance(event.get("kind"), str) or not _is_time(event.get("t")):
         return None
-    if any(not isinstance(event.get(name), kind) for name, kind in NEEDED.get(event["kind"], {}).items()):
-        return None
-    found: Event = whole(event) if b"\\ud" in line.lower() else event
-    return found
+    for name, kind in NEEDED.get(event["kind"], {}).items():
+        if not isinstance(event.get(name), kind):
+            return None
+    return event
+
+
+def _lenient(line: bytes) -> Any:
+    """What Python's own reader, which writes the lines, takes beyond the fast one: halves of surrogate pairs, a
+    byte-order mark, deep nesting."""
+    try:
+        return whole(json.loads(line))
+    except (ValueError, RecursionError):
+        return None  # a line cut by a crash or a full disk, or nested without end
 
 
 def _is_time(value: Any) -> bool:
@@ -145,19 +156,25 @@ def _is_time(value: Any) -> bool:
 
 
 def read_events(path: Path, offset: int = 0, limit: int = -1) -> tuple[list[Event], int]:
+    """Events of whole lines from a byte offset on, and the offset after them. `limit` as of `read_lines`."""
+    lines, after = read_lines(path, offset, limit)
+    return [event for line in lines if (event := parse_event(line)) is not None], after
+
+
+def read_lines(path: Path, offset: int = 0, limit: int = -1) -> tuple[list[bytes], int]:
     """Whole lines from a byte offset on, and the offset after them. No file: none.
 
-    `limit` is the most bytes to read at once (-1: all); it must be larger than a line.
+    `limit` is the most bytes to read at once (-1: all), more only where a line is longer.
     """
     try:
         with open(path, "rb") as file:
             file.seek(offset)
             data = file.read(limit)
+            while (end := data.rfind(b"\n") + 1) == 0 and (more := file.read(limit)):
+                data += more
     except FileNotFoundError:
         return [], offset
-    end = data.rfind(b"\n") + 1
-    events = [event for line in data[:end].splitlines() if (event := parse_event(line)) is not None]
-    return events, offset + end
+    return data[:end].splitlines(), offset + end
 
 
 def last_state(path: Path) -> str:

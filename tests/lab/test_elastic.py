@@ -14,17 +14,24 @@ pytestmark = pytest.mark.slow
 HERE = Path(__file__).parent
 
 
-@pytest.fixture
-def lab(place, tmp_path, monkeypatch):
-    """Three engines; while `no-engines` exists, none can be started."""
-    monkeypatch.setenv("JUPYTER_RUNTIME_DIR", str(tmp_path / "runtime"))
-    monkeypatch.setenv("MMLAB_TEST_NO_ENGINES", str(tmp_path / "no-engines"))
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(HERE / "no_engines"), os.environ["PYTHONPATH"]]))
-    lab = Lab(engines=3).wait(timeout=90)
-    yield lab
-    pids = processes(lab)
-    lab.close()
-    assert_ended(pids)
+@pytest.fixture(scope="module")
+def switch(tmp_path_factory):
+    """A file: while it exists, no engine can be started."""
+    return tmp_path_factory.mktemp("elastic") / "no-engines"
+
+
+@pytest.fixture(scope="module")
+def lab(place, switch):
+    """Three engines."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("JUPYTER_RUNTIME_DIR", str(switch.parent / "runtime"))
+        patch.setenv("MMLAB_TEST_NO_ENGINES", str(switch))
+        patch.setenv("PYTHONPATH", os.pathsep.join([str(HERE / "no_engines"), os.environ["PYTHONPATH"]]))
+        lab = Lab(engines=3).wait(timeout=90)
+        yield lab
+        pids = processes(lab)
+        lab.close()
+        assert_ended(pids)
 
 
 def ranks(run):
@@ -33,7 +40,7 @@ def ranks(run):
     return len(status["ranks"]) if status["state"] in ("running", "paused") else 0
 
 
-def test_fewer_ranks_while_an_engine_is_lacking_then_all_again(lab, tmp_path):
+def test_fewer_ranks_while_an_engine_is_lacking_then_all_again(lab, switch):
     changes = {
         "data.path": "shapes", "data.held_out": "", "data.global_batch": 4, "data.lanes": 2, "train.steps": 400,
         "checkpoint.every_steps": 5, "cluster.elastic": True, "cluster.start_timeout": 10.0,
@@ -42,7 +49,7 @@ def test_fewer_ranks_while_an_engine_is_lacking_then_all_again(lab, tmp_path):
     assert plan.world_size == 3
     run = lab.train(plan)
     run.wait(step=7, timeout=100, progress=False)
-    (tmp_path / "no-engines").touch()
+    switch.touch()
     survivors = {rank["pid"] for rank in run.status()["ranks"]} - {run.status()["ranks"][2]["pid"]}
     run.chaos(kill=2)
     eventually(lambda: ranks(run) == 2, timeout=60)
@@ -51,7 +58,7 @@ def test_fewer_ranks_while_an_engine_is_lacking_then_all_again(lab, tmp_path):
     shrunk = run.status()["step"]
     run.wait(step=shrunk + 3, timeout=30, progress=False)
     run.pause().wait()
-    (tmp_path / "no-engines").unlink()
+    switch.unlink()
     eventually(lambda: ranks(run) == 3 and run.status()["state"] == "paused", timeout=90)
     assert run.plan == plan
     step = run.step(3).wait().step + 3
@@ -72,11 +79,11 @@ def test_fewer_ranks_while_an_engine_is_lacking_then_all_again(lab, tmp_path):
     assert all(whole.ledger().steps[number] == places for number, places in run.ledger().steps.items())
 
 
-def test_a_layout_without_a_smaller_one_waits_or_fails_with_the_reason(lab, tmp_path):
+def test_a_layout_without_a_smaller_one_waits_or_fails_with_the_reason(lab, switch):
     changes = {"data.path": "shapes", "data.held_out": "", "cluster.elastic": True, "cluster.start_timeout": 6.0}
     run = lab.train(Plan.preset("laptop").with_("parallel.pp=2", "train.steps=5000", changes))
     run.wait(step=2, timeout=100, progress=False)
-    (tmp_path / "no-engines").touch()
+    switch.touch()
     run.chaos(kill=1)
     end = time.monotonic() + 60
     while run.status()["state"] != "failed":

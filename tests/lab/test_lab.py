@@ -163,6 +163,7 @@ def test_attaching_from_a_second_process(free_lab, plan):
     assert run.dir in [one.dir for one in free_lab.runs()]
 
 
+@pytest.mark.slow
 def test_a_million_printed_lines_stay_out_of_every_memory(free_lab, plan):
     view = free_lab.view
     view.apply_sync(os.getpid)
@@ -210,7 +211,7 @@ def test_a_rank_that_fails_again_and_again_gets_a_new_process_and_then_the_run_f
     running(free_lab.train(plan))
 
 
-@pytest.mark.parametrize("name", ["fake", "silent"])
+@pytest.mark.parametrize("name", ["fake", pytest.param("silent", marks=pytest.mark.slow)])
 def test_a_killed_engine_is_named_replaced_and_the_lab_trains_again(free_lab, plan, name):
     run = running(free_lab.train(plan.with_({"name": name})))
     victim = run.status()["ranks"][1]

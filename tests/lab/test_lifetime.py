@@ -92,6 +92,7 @@ def test_a_script_takes_its_lab_along(owner):
     assert Run.open(run_dir).status()["state"] == "stopped"
 
 
+@pytest.mark.slow
 def test_an_idle_lab_ends_itself(owner):
     kernel = owner("lab.wait(60); print(lab.id, flush=True)", outlive=True, idle=1.0, engines=1)
     lab_id = kernel.stdout.readline().strip()
@@ -110,6 +111,7 @@ def test_a_plan_says_after_which_time_its_lab_is_idle(owner):
     eventually(lambda: not (registry.registry() / lab_id).exists())
 
 
+@pytest.mark.slow
 def test_what_a_killed_keeper_leaves_is_cleaned_up(owner):
     kernel = owner(TRAIN + "time.sleep(600)", outlive=True)
     lab_id, run_dir = kernel.stdout.readline().split()
@@ -172,6 +174,7 @@ def test_a_run_goes_on_when_its_whole_cluster_ends(owner):
     assert_ended(pids)
 
 
+@pytest.mark.slow
 def test_a_port_in_use_is_named(alone, place):
     profile = place / "ipython" / "profile_fixed"
     profile.mkdir(parents=True, exist_ok=True)

@@ -232,7 +232,8 @@ def test_a_cell_comes_back_though_no_lab_lives(trained):
     """Where `mmlab restore` in a terminal follows the run to its end."""
     kernel, lab, run = trained
     lab.close()
-    for line, other in (("%mmlab restore --name 7 parallel.microbatches=4,", False), ("%mmlab branch --name 7", True)):
+    of = f"%mmlab --run {run.id}"
+    for line, other in ((f"{of} restore --name 7 parallel.microbatches=4,", False), (f"{of} branch --name 7", True)):
         began = time.monotonic()
         text = kernel.run(line)["text"]
         assert time.monotonic() - began < 20, text

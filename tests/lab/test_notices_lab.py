@@ -11,23 +11,33 @@ from test_training import shard  # noqa: F401  a fixture
 
 from mmlab import Plan
 from mmlab.lab import Lab
+from mmlab.messages import ENDED
 from mmlab.messages.notices import Notice, write_notice
 
 pytestmark = pytest.mark.slow
 
 
+@pytest.fixture(scope="module")
+def two_engines(place, tmp_path_factory):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("JUPYTER_RUNTIME_DIR", str(tmp_path_factory.mktemp("notices") / "runtime"))
+        lab = Lab(engines=2)
+        yield lab
+        pids = processes(lab)
+        lab.close()
+        assert_ended(pids)
+
+
 @pytest.fixture
-def run(place, shard, tmp_path, monkeypatch):  # noqa: F811
-    monkeypatch.setenv("JUPYTER_RUNTIME_DIR", str(tmp_path / "runtime"))
-    lab = Lab(engines=2)
+def run(two_engines, shard):  # noqa: F811
     changes = {"data.path": str(shard), "data.held_out": "", "train.steps": 100000, "data.lanes": 2,
                "checkpoint.every_steps": 0}  # fmt: skip
-    run = lab.train(Plan.preset("laptop").with_("parallel.pp=1", changes))
+    run = two_engines.train(Plan.preset("laptop").with_("parallel.pp=1", changes))
     run.wait(step=2, timeout=100)
     yield run
-    pids = processes(lab)
-    lab.close()
-    assert_ended(pids)
+    if run.status()["state"] not in ENDED:
+        run.stop()
+        run.wait(timeout=60)
 
 
 def notices(run):
@@ -75,6 +85,7 @@ def test_a_deadline_too_short_for_a_save_is_said_and_the_run_goes_back(run):
 
 
 def test_advice_saves_and_goes_on_and_a_host_that_goes_takes_its_lab_along(run):
+    """The last one here: no test after it has a lab."""
     write_notice(run._record.paths, Notice("advice", "aws", socket.gethostname(), said="rebalance"))
     (advice,) = eventually(lambda: notices(run), 30)
     assert advice["saved"]

@@ -67,6 +67,7 @@ def slurm(place, tmp_path, monkeypatch):
     return tmp_path
 
 
+@pytest.mark.slow
 def test_a_lab_waits_in_the_queue_trains_and_cancels_its_job(slurm):
     lab = Lab(profile="slurm", engines=2, worker=FAKE, start_timeout=0.1)
     try:

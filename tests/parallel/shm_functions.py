@@ -219,3 +219,13 @@ def crowd(rank, world, host, port, groups):
     sizes = [g._segment.layout.size for g in everyone if g.transport == shm.BEST]
     found = os.statvfs("/dev/shm")
     return sizes, shm.transports(), sum(d.sum().item() for d in data), found.f_bavail * found.f_frsize
+
+
+def left_behind(seconds: float = 10.0) -> set[str]:
+    """Files of groups that stay in /dev/shm; other processes' are there only until all their ranks have mapped them."""
+    left, end = set(os.listdir("/dev/shm")), time.monotonic() + seconds
+    while True:
+        left = {name for name in left & set(os.listdir("/dev/shm")) if name.startswith("mmlab-shm")}
+        if not left or time.monotonic() > end:
+            return left
+        time.sleep(0.05)

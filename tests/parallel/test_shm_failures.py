@@ -103,7 +103,7 @@ def test_a_killed_rank_is_noticed_and_a_look_from_outside_shows_who_waits_for_wh
         assert output.splitlines()[1] == "2.0"
         assert ranks[rank].returncode == 0
     assert read_calls(ranks[1].pid) == []
-    assert not [name for name in os.listdir("/dev/shm") if name.startswith("mmlab-shm")]
+    assert not shm_functions.left_behind()
 
 
 def test_a_process_that_ended_has_no_start():

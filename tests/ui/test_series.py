@@ -29,6 +29,26 @@ def test_decimation_is_bounded_and_keeps_extremes_and_order(values: list[float],
     assert series.last == (len(values) - 1, values[-1]) == (xs[-1], ys[-1])
 
 
+@given(
+    pieces=st.lists(st.lists(st.floats(width=16), max_size=90), max_size=6),
+    capacity=st.integers(4, 12),
+    back=st.integers(0, 200),
+)
+@settings(max_examples=60, deadline=None)
+def test_columns_are_taken_as_their_points_one_by_one(pieces: list[list[float]], capacity: int, back: int) -> None:
+    single, columns = Series(capacity), Series(capacity)
+    x = 0
+    for piece in pieces:
+        steps = list(range(x, x + len(piece)))
+        for point in zip(steps, piece, strict=True):
+            single.add(*point)
+        columns.extend(steps, piece)
+        assert repr((columns.points(), columns.last)) == repr((single.points(), single.last))
+        x = max(0, steps[-1] - back if steps else x)  # a run goes back
+        single.cut(x)
+        columns.cut(x)
+
+
 def test_short_series_are_kept_whole() -> None:
     series = Series(100)
     for x in range(99):
