@@ -1,4 +1,4 @@
-/* A lab: state, engines with the ranks on them, runs; closing it. */
+/* A lab: state, engines with the ranks on them, runs; more engines for it; closing it. */
 const LAB_ICONS = { ready: "▶", starting: "…", queued: "…", failed: "✕", ended: "■" };
 
 PANELS.cluster = class extends Panel {
@@ -9,6 +9,8 @@ PANELS.cluster = class extends Panel {
     this.state = make("span", { class: "mm-state", role: "status" }, "…");
     this.line = make("span", { class: "mm-lab-line" });
     this.closing = button(t("Close"), () => this.close(), { title: t("End the engines and everything that the lab has started; a live run ends with it"), class: "mm-stop", sure: true });
+    this.wanted = field({ type: "number", min: 1, step: 1, class: "mm-lab-wanted", "aria-label": t("Engines in all") }, () => this.grow());
+    this.growing = button(t("Grow"), () => this.grow(), { title: t("Start engines until the lab has as many; it only grows, and the run at work goes on as it is") });
     this.said = make("span", { class: "mm-lab-said", role: "status" });
     this.reason = make("p", { class: "mm-reason", role: "alert" });
     this.engines = make("tbody");
@@ -16,9 +18,15 @@ PANELS.cluster = class extends Panel {
     this.others = make("p", { class: "mm-lab-others" });
     const table = (label, names, body) => make("div", { class: "mm-wide-table", tabindex: 0, role: "region", "aria-label": label },
       make("table", { class: "mm-table" }, make("caption", {}, label), make("thead", {}, make("tr", {}, ...names.map((each) => make("th", { scope: "col" }, each)))), body));
-    this.node.append(make("div", { class: "mm-line" }, this.state, this.line, this.closing, this.said), this.reason,
+    this.node.append(make("div", { class: "mm-line" }, this.state, this.line, this.wanted, this.growing, this.closing, this.said), this.reason,
       table(t("Engines"), [t("engine"), t("rank"), t("role"), t("does"), t("process"), t("host"), t("memory"), t("processor"), t("alive")], this.engines),
       table(t("Runs of this lab, newest first"), [t("run"), t("state"), t("step"), t("reason")], this.runs), this.others);
+  }
+
+  grow() {
+    const engines = Number(this.wanted.value || this.wanted.placeholder);
+    this.ask("grow", { engines }, () => put(this.said, t("the kernel runs a cell and starts them afterwards; from a terminal: mmlab grow {0} {1}", this.frame.id, engines))).then(
+      () => { put(this.said, t("starting engines until there are {0}", engines)); this.wanted.value = ""; }, (refusal) => put(this.said, refusal.message));
   }
 
   close() {
@@ -44,6 +52,8 @@ PANELS.cluster = class extends Panel {
       cell(t("{0} of {1}", number(run.step, 9), number(run.steps, 9))), cell(run.reason || "–", "mm-host"))));
     if (!runs.length) this.runs.replaceChildren(make("tr", {}, make("td", { colspan: 4 }, t("no run yet"))));
     put(this.others, others.length ? t("other live labs: {0}", others.map((lab) => `${lab.id} (${t(lab.state)}, ${lab.ready}/${lab.engines})`).join(", ")) : "");
+    if (engines) this.wanted.placeholder = String(engines + 1);
+    for (const each of [this.wanted, this.growing]) each.disabled = state === "ended";
     if (state === "ended") this.closing.disabled = true;
   }
 };
