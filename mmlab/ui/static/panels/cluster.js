@@ -18,7 +18,7 @@ PANELS.cluster = class extends Panel {
     this.others = make("p", { class: "mm-lab-others" });
     const table = (label, names, body) => make("div", { class: "mm-wide-table", tabindex: 0, role: "region", "aria-label": label },
       make("table", { class: "mm-table" }, make("caption", {}, label), make("thead", {}, make("tr", {}, ...names.map((each) => make("th", { scope: "col" }, each)))), body));
-    this.node.append(make("div", { class: "mm-line" }, this.state, this.line, this.wanted, this.growing, this.closing, this.said), this.reason,
+    this.node.append(make("div", { class: "mm-line" }, this.state, this.line, make("span", { class: "mm-lab-grow" }, this.wanted, this.growing), this.closing, this.said), this.reason,
       table(t("Engines"), [t("engine"), t("rank"), t("role"), t("does"), t("process"), t("host"), t("memory"), t("processor"), t("alive")], this.engines),
       table(t("Runs of this lab, newest first"), [t("run"), t("state"), t("step"), t("reason")], this.runs), this.others);
   }
