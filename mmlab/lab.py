@@ -18,7 +18,7 @@ from typing import Any, Literal, overload
 from mmlab.cluster import registry
 from mmlab.cluster.browsing import Browsed
 from mmlab.cluster.client import LabView, check_profile
-from mmlab.cluster.registry import LabPaths
+from mmlab.cluster.registry import CLOSE, LabPaths
 from mmlab.errors import LabError, MmlabError, PlanError
 from mmlab.messages import Command, read_json
 from mmlab.messages.runs import create_run, runs_root
@@ -39,8 +39,6 @@ WORKER = "mmlab.train.worker"
 """The module that trains (see `mmlab.cluster.engine`)."""
 ENGINES = 6
 """Engines of a lab that is not told how many: the quickstart plan's."""
-CLOSE = 30.0
-"""Seconds that a lab gets to end by itself."""
 STOP = 30.0
 """Seconds that an unfinished run gets to stop when a `with` block ends, before its lab is closed."""
 
@@ -269,6 +267,13 @@ class Lab(ShownLab):
             time.sleep(POLL)
         return self
 
+    def grow(self, engines: int) -> Lab:
+        """Have more engines, `engines` in all; returns at once, they start meanwhile (`wait()` waits for them). The run
+        at work goes on as it is; a relayout can take them in. LabError for fewer engines than there are.
+        """
+        registry.grow(self._paths, engines)
+        return self
+
     def train(self, plan: Plan | str | Path) -> Run:
         """Start a run and return it at once; engines that the plan needs and the lab lacks are started.
 
@@ -334,12 +339,7 @@ class Lab(ShownLab):
         if self._view is not None:
             self._view.close()
             self._view = None
-        info = self.info()
-        registry.ask(self._paths, "close")
-        end = time.monotonic() + timeout
-        while registry.alive(self._paths) and time.monotonic() < end:
-            time.sleep(0.05)
-        registry.force_end(self._paths, info)
+        registry.end_lab(self._paths, self.info(), timeout)
 
     def __enter__(self) -> Lab:
         return self

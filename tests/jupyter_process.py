@@ -14,11 +14,19 @@ from pathlib import Path
 
 @contextmanager
 def serving(
-    module: str, root: Path, private: Path, token: str, options: list[str], environment: dict[str, str]
+    module: str,
+    root: Path,
+    private: Path,
+    token: str,
+    options: list[str],
+    environment: dict[str, str],
+    port: int = 0,
 ) -> Iterator[int]:
-    """`python -m module` on `root` with its own files in `private`, where its log is; the port, once it answers."""
+    """`python -m module` on `root` with its own files in `private`, where its log is; the port (0: any), once it
+    answers."""
     with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        probe.bind(("127.0.0.1", port))
         port = probe.getsockname()[1]
     folders = {f"JUPYTER_{kind}_DIR": str(private / kind.lower()) for kind in ("CONFIG", "DATA", "RUNTIME")}
     command = [

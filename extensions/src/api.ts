@@ -7,6 +7,7 @@ export interface ILab {
   state: 'queued' | 'starting' | 'ready' | 'failed' | 'ended';
   engines: number;
   ready: number;
+  /** Also of a lab whose state is `ended`: its keeper died, and something of it may be left. */
   reason: string;
   /** Keys of its runs below the server's root, oldest first. */
   runs: string[];
@@ -32,6 +33,8 @@ export interface IRun {
   /** Its folder below the server's root. */
   key: string;
   id: string;
+  /** Seconds since the epoch. */
+  created: number;
   lab: string;
   state: string;
   reason: string;
@@ -62,6 +65,8 @@ export interface IRunDetails extends IRun {
 export interface IOverview {
   allow_control: boolean;
   root: string;
+  /** What is wrong with the root. */
+  problem: string;
   labs: ILab[];
   runs: IRun[];
 }
@@ -81,12 +86,25 @@ export function hasEnded(run: IRun): boolean {
   return ENDED.includes(run.state);
 }
 
+/** How a lab was closed: by its keeper, past a keeper that does not answer, or what a dead one had left. */
+export type How = 'closed' | 'forced' | 'remains';
+
 /** The server said no, in a sentence; `status` 0: it could not be asked. */
 export class Refusal extends Error {
   constructor(message: string, readonly status: number) {
     super(message);
   }
 }
+
+/** Whether what was asked about is not there; of the overview, which always is: whether the route is not. */
+export function isGone(error: unknown): boolean {
+  return error instanceof Refusal && error.status === 404;
+}
+
+/** Milliseconds after which an answer to a look, and to an action, is no longer waited for: a poll that waits for one
+ * that a proxy has lost would never ask again. */
+const LOOKED = 30000;
+const ACTED = 120000;
 
 /** What went wrong, for a person. */
 export function reasonOf(error: unknown): string {
@@ -114,8 +132,13 @@ export class Api {
     return this.ask('POST', 'labs', { engines });
   }
 
-  closeLab(id: string): Promise<void> {
-    return this.ask('POST', `labs/${id}/close`, {});
+  /** More engines for a lab, `engines` in all. */
+  growLab(id: string, engines: number): Promise<ILab> {
+    return this.ask('POST', `labs/${id}/grow`, { engines });
+  }
+
+  async closeLab(id: string): Promise<How> {
+    return (await this.ask<{ how: How }>('POST', `labs/${id}/close`, {})).how;
   }
 
   /** The path of the quickstart notebook, which is copied where it is not there. */
@@ -125,7 +148,8 @@ export class Api {
 
   private async ask<T>(method: string, path: string, body?: unknown): Promise<T> {
     const url = URLExt.join(this.settings.baseUrl, 'mmlab') + '/' + path;
-    const init = { method, body: body === undefined ? undefined : JSON.stringify(body) };
+    const signal = AbortSignal.timeout(method === 'GET' ? LOOKED : ACTED);
+    const init = { method, signal, body: body === undefined ? undefined : JSON.stringify(body) };
     let response: Response;
     try {
       response = await ServerConnection.makeRequest(url, init, this.settings);

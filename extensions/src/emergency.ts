@@ -1,16 +1,16 @@
 import { Dialog, showDialog } from '@jupyterlab/apputils';
 import { TranslationBundle } from '@jupyterlab/translation';
 
-import { hasEnded, IRun, ISent, reasonOf, Verb } from './api';
+import { hasEnded, ILab, IRun, ISent, reasonOf, Verb } from './api';
 import { Model } from './model';
-import { stateWord } from './words';
+import { closedText, refusedText, stateWord } from './words';
 
 /** Milliseconds in which ranks answer: an abort took half a second, a step of a large model takes longer. */
 const PATIENCE: Partial<Record<Verb, number>> = { abort: 6000, stop: 15000 };
 const LOOK = 500;
 
-/** What came of an emergency stop, for a person. */
-export type Said = (text: string, bad?: boolean) => void;
+/** What came of an action, for a person; `over` says when it need not be read any longer. */
+export type Said = (text: string, bad?: boolean, over?: () => boolean) => void;
 
 /**
  * Ends a run although its kernel may be busy or dead: through the run's inbox, and where its ranks do not answer, by
@@ -46,7 +46,7 @@ export class Emergency {
     try {
       sent = await this.model.api.command(run.key, verb);
     } catch (error) {
-      this.say(reasonOf(error), true);
+      this.say(refusedText(this.trans, run, error), true);
       return;
     }
     this.say(this.trans.__('%1 sent to %2', verb, run.id));
@@ -91,13 +91,10 @@ export class Emergency {
     if (lab) {
       buttons.push(Dialog.warnButton({ label: trans.__('Close the lab'), actions: ['close'] }));
     }
-    const further = lab
-      ? trans.__('Closing lab %1 ends its %2 engines, whatever they do, and the run with them.', lab.id, lab.engines)
-      : trans.__('Its lab does not live here: end it where it was started.');
-    this.say(late, true);
+    this.say(late, true, () => this.model.runs.some(now => now.key === run.key && hasEnded(now)));
     const result = await showDialog({
       title: trans.__('No answer'),
-      body: `${late} ${further}`,
+      body: `${late} ${this.further(lab)}`,
       buttons,
       defaultButton: 0
     });
@@ -109,12 +106,22 @@ export class Emergency {
     }
   }
 
+  private further(lab: ILab | null): string {
+    const trans = this.trans;
+    if (!lab) {
+      return trans.__('Its lab does not live here: end it where it was started.');
+    }
+    return lab.state === 'ended'
+      ? trans.__('The keeper of lab %1 has died: closing it ends what is left of it.', lab.id)
+      : trans.__('Closing lab %1 ends its %2 engines, whatever they do, and the run with them.', lab.id, lab.engines);
+  }
+
   /** End a lab with all its processes. */
   async close(lab: string): Promise<void> {
-    this.say(this.trans.__('Lab %1 is being closed …', lab));
+    this.say(this.trans.__('Lab %1 is being closed …', lab), false, () => !this.model.labs.some(one => one.id === lab));
     try {
-      await this.model.api.closeLab(lab);
-      this.say(this.trans.__('Lab %1 is closed', lab));
+      const how = await this.model.api.closeLab(lab);
+      this.say(closedText(this.trans, lab, how));
     } catch (error) {
       this.say(reasonOf(error), true);
     }

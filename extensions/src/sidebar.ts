@@ -7,12 +7,13 @@ import { el, IRow, put, Rows } from './dom';
 import { icon } from './icon';
 import { Model } from './model';
 import { RunView } from './runview';
-import { progressText, stateWord } from './words';
+import { SaidLine } from './said';
+import { progressText, stateWord, troubleText } from './words';
 
 /** Labs, runs, and the active run with its ranks. */
 export class Sidebar extends Widget {
   private readonly trouble = el('p', { class: 'mmlab-trouble', role: 'alert' });
-  private readonly said = el('p', { class: 'mmlab-said', role: 'status' });
+  private readonly said = new SaidLine();
   private readonly noLabs: HTMLElement;
   private readonly noRuns: HTMLElement;
   private readonly labs: Rows<ILab>;
@@ -41,15 +42,12 @@ export class Sidebar extends Widget {
       el('h2', {}, 'mmlab'),
       this.trouble,
       el('div', { class: 'mmlab-buttons' }, this.start, fresh),
-      this.said,
+      this.said.node,
       el('section', {}, el('h3', {}, trans.__('Labs')), this.noLabs, labs),
       this.view.node,
       el('section', {}, el('h3', {}, trans.__('Runs')), this.noRuns, runs)
     );
-    actions.listen((text, bad) => {
-      put(this.said, text);
-      this.said.classList.toggle('mmlab-bad', Boolean(bad));
-    });
+    actions.listen((text, bad, over) => this.said.say(text, bad, over));
     model.changed.connect(this.renew, this);
     this.renew();
   }
@@ -75,13 +73,11 @@ export class Sidebar extends Widget {
 
   private renew(): void {
     const { model, trans } = this;
-    let trouble = '';
-    if (model.trouble?.status === 404) {
-      trouble = trans.__('The server does not have mmlab’s extension: jupyter server extension enable mmlab.server');
-    } else if (model.trouble) {
-      trouble = trans.__('No answer from the server: %1', model.trouble.message);
+    let trouble = model.problem;
+    if (model.trouble) {
+      trouble = troubleText(trans, model.trouble);
     } else if (model.asked && !model.allowControl) {
-      trouble = trans.__('This server only shows runs; steering is switched off.');
+      trouble = [trans.__('This server only shows runs; steering is switched off.'), model.problem].join(' ').trim();
     }
     put(this.trouble, trouble);
     this.start.disabled = !model.allowControl;
@@ -98,18 +94,25 @@ export class Sidebar extends Widget {
     const name = el('span', { class: 'mmlab-name' }, trans.__('lab %1', lab.id));
     const state = el('span', { class: 'mmlab-soft' });
     const attach = el('button', { type: 'button', click: () => void this.actions.attachLab(now) }, trans.__('Attach'));
-    attach.title = trans.__('Put a cell that attaches to lab %1 into the notebook', lab.id);
+    attach.title = trans.__('Run a cell that attaches to lab %1 in the notebook', lab.id);
+    const grow = el('button', { type: 'button', click: () => void this.actions.growLab(now) }, trans.__('Grow…'));
+    grow.title = trans.__('Start more engines in lab %1', lab.id);
+    grow.setAttribute('aria-label', trans.__('More engines for lab %1', lab.id));
     const close = el('button', { type: 'button', click: () => void this.actions.closeLab(now) }, trans.__('Close…'));
     close.setAttribute('aria-label', trans.__('Close lab %1', lab.id));
     attach.setAttribute('aria-label', trans.__('Attach lab %1 to the notebook', lab.id));
-    const buttons = el('span', { class: 'mmlab-buttons' }, attach, close);
+    const buttons = el('span', { class: 'mmlab-buttons' }, attach, grow, close);
     const node = el('li', { class: 'mmlab-lab' }, el('div', {}, name, ' ', state), buttons);
     const update = (found: ILab) => {
       now = found;
       const engines = trans.__('%1 of %2 engines', found.ready, found.engines);
       const outside = found.outside ? ` · ${trans.__('%1 runs elsewhere', found.outside)}` : '';
-      put(state, `${stateWord(trans, found.state)} · ${engines}${outside}${found.reason ? ` · ${found.reason}` : ''}`);
-      node.dataset.state = found.state;
+      const dead = found.state === 'ended'; // its keeper died: nothing of it can be used
+      const parts = [stateWord(trans, found.state), dead ? '' : engines + outside, found.reason];
+      put(state, parts.filter(Boolean).join(' · '));
+      node.dataset.state = dead ? 'failed' : found.state;
+      attach.disabled = dead;
+      grow.disabled = dead || !this.model.allowControl;
       close.disabled = !this.model.allowControl;
     };
     return { node, update };

@@ -21,6 +21,12 @@ export class StatusItem extends Widget {
   private renew(): void {
     const run = this.model.active;
     this.setHidden(run === null && this.model.labs.length === 0);
+    if (this.model.trouble) {
+      put(this.button, `mmlab: ${this.trans.__('no answer')}`);
+      this.button.title = this.model.trouble.message;
+      this.node.dataset.state = '';
+      return;
+    }
     const words = run ? [stateWord(this.trans, run.state), `${run.step}/${run.steps}`] : [this.trans.__('no run')];
     if (run && run.loss !== null && run.loss !== undefined) {
       words.push(this.trans.__('loss %1', lossText(run.loss)));

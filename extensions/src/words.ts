@@ -1,6 +1,6 @@
 import { TranslationBundle } from '@jupyterlab/translation';
 
-import { IRun } from './api';
+import { How, IRun, isGone, reasonOf, Refusal } from './api';
 
 /** A run's state in the reader's language. */
 export function stateWord(trans: TranslationBundle, state: string): string {
@@ -30,4 +30,30 @@ export function progressText(trans: TranslationBundle, run: IRun): string {
 /** A loss with four significant digits. */
 export function lossText(loss: number): string {
   return Number(loss).toPrecision(4);
+}
+
+/** Why the server shows nothing, and what to do. */
+export function troubleText(trans: TranslationBundle, trouble: Refusal): string {
+  if (isGone(trouble)) {
+    return trans.__('The server does not have mmlab’s extension: jupyter server extension enable mmlab.server');
+  }
+  if (trouble.status === 401 || trouble.status === 403) {
+    return trans.__('The server does not let this page in any longer: reload it and log in again.');
+  }
+  return trans.__('No answer from the server: %1. This page goes on asking.', trouble.message);
+}
+
+/** Why a run did not take a command. */
+export function refusedText(trans: TranslationBundle, run: IRun, error: unknown): string {
+  return isGone(error) ? trans.__('Run %1 is gone: its folder is not there any more.', run.id) : reasonOf(error);
+}
+
+/** How a lab was closed. */
+export function closedText(trans: TranslationBundle, lab: string, how: How): string {
+  const words: Record<How, string> = {
+    closed: trans.__('Lab %1 is closed', lab),
+    forced: trans.__('Lab %1 is closed: its keeper did not answer, so its processes were ended from here', lab),
+    remains: trans.__('Lab %1 is closed: its keeper had died, and what was left of it was ended', lab)
+  };
+  return words[how] ?? words.closed;
 }

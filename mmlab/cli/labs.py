@@ -16,7 +16,7 @@ from mmlab.lessons import place_notebooks
 
 def register(app: typer.Typer) -> None:
     """Add the commands about labs."""
-    for name, command in (("lab", lab), ("labs", list_labs), ("close", close)):
+    for name, command in (("lab", lab), ("labs", list_labs), ("grow", grow), ("close", close)):
         settings = {"ignore_unknown_options": True} if name == "lab" else {}  # JupyterLab's own
         app.command(name, rich_help_panel="Labs", context_settings=settings)(command)
 
@@ -71,6 +71,17 @@ def list_labs() -> None:
             one.id, status["state"], f"{status['ready']} of {status['engines']}", one.run.id if one.run else ""
         )
     console().print(table)
+
+
+def grow(
+    name: Annotated[str, typer.Argument(metavar="LAB", help="A lab's id.")],
+    engines: Annotated[int, typer.Argument(min=1, help="Engines in all.")],
+) -> None:
+    """Have a lab start more engines; the run at work goes on as it is."""
+    from mmlab.cluster.registry import status_text
+    from mmlab.lab import Lab
+
+    console().print(f"lab {status_text(Lab.attach(name).grow(engines).status())}", markup=False)
 
 
 def close(

@@ -20,16 +20,22 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import psutil
 from jupyter_core.paths import jupyter_runtime_dir
 
 from mmlab.cluster.processes import MARK, Tracked, end_all
 from mmlab.errors import LabError
-from mmlab.messages import Command
+from mmlab.messages import ENDED, Command, EventLog, RunPaths, read_events
+from mmlab.messages.events import TAIL, last_state
 from mmlab.messages.files import process_alive, process_started, read_json
 from mmlab.plan.schema import ClusterConfig
 
 BIRTH = 60.0
 """Seconds after which a lab whose keeper has not written `lab.json` counts as dead."""
+CLOSE = 30.0
+"""Seconds that a lab gets to end by itself."""
+NOTED = 5.0
+"""Seconds in which a keeper, which looks every 0.1 s, takes note of a request."""
 _DETACH = (
     "import os, sys\n"
     "if os.fork(): os._exit(0)\n"  # the keeper is nobody's child: no zombie, no ResourceWarning in whoever made the lab
@@ -189,7 +195,7 @@ def live_clients(paths: LabPaths) -> int:
 
 
 def ask(paths: LabPaths, verb: str, **arguments: Any) -> None:
-    """Leave a request for the keeper: launch, engines, bring or close."""
+    """Leave a request for the keeper: launch, engines, bring or close (`grow`, `end_lab` wait for what comes of it)."""
     name = f"{time.time_ns():020d}-{os.getpid()}-{secrets.token_hex(2)}"
     with contextlib.suppress(FileNotFoundError):  # the lab has ended: whoever asks finds out by its state
         write_private(paths.control / f"{name}.json", {"verb": verb, "time": time.time(), **arguments})
@@ -259,15 +265,81 @@ def live_labs() -> list[LabPaths]:
     return [paths for _, paths in sorted(found, key=lambda pair: pair[0].get("created", 0.0))]
 
 
+def dead_labs() -> list[LabPaths]:
+    """Labs of this host whose keeper died before it could end them."""
+    folders = [LabPaths(path.parent) for path in registry().glob("*/config.json")]
+    return [paths for paths in folders if not alive(paths) and paths.config.is_file()]
+
+
 def clean_leftovers() -> list[str]:
     """End what labs of this host left behind whose keeper died, and remove their folders; the ids of those labs."""
-    cleaned = []
-    for config in registry().glob("*/config.json"):
-        paths = LabPaths(config.parent)
-        if not alive(paths):
-            remove_remains(paths)
-            cleaned.append(paths.root.name)
-    return cleaned
+    found = dead_labs()
+    for paths in found:
+        remove_remains(paths)
+    return [paths.root.name for paths in found]
+
+
+def grow(paths: LabPaths, engines: int) -> None:
+    """Have a lab start engines until it has that many; returns once its keeper has taken note. LabError for fewer than
+    it has, and where no keeper answers."""
+    if not isinstance(engines, int) or isinstance(engines, bool) or engines < 1:
+        raise LabError(f"a lab grows to a whole number of engines, not {engines!r}")
+    has = status(paths, read_json(paths.config) or {})["engines"]
+    if not alive(paths):
+        raise LabError(f"lab {paths.root.name} has ended; start another with mmlab.Lab()")
+    if engines < has:
+        name = paths.root.name
+        raise LabError(f"lab {name} has {has} engines, and a lab only grows: close it and start a smaller one")
+    ask(paths, "engines", n=engines)
+    end = time.monotonic() + NOTED
+    while (read_json(paths.state) or {}).get("engines", 0) < engines:
+        if time.monotonic() > end:
+            raise LabError(
+                f"the keeper of lab {paths.root.name} has not answered within {NOTED:g} s; once it does, the lab grows"
+            )
+        time.sleep(0.05)
+
+
+def end_lab(paths: LabPaths, info: dict[str, Any], timeout: float) -> str:
+    """End a lab and everything that it has started; `info` is what its keeper last wrote.
+
+    "closed" when the keeper did it; "forced" when that did not within `timeout` seconds, or is stopped; "remains" when
+    it had died.
+    """
+    dead = not alive(paths)
+    ask(paths, "close")
+    limit = time.monotonic() + timeout
+    while alive(paths) and time.monotonic() < limit and not _stopped(info.get("keeper")):
+        time.sleep(0.05)
+    how = "remains" if dead else "forced" if alive(paths) else "closed"
+    force_end(paths, info)
+    if how == "forced":
+        for folder in info.get("runs", []):
+            _mark_stopped(Path(folder))
+    return how
+
+
+def _stopped(keeper: dict[str, Any] | None) -> bool:
+    """Whether a keeper of this host was stopped by a signal: it does nothing until somebody continues it."""
+    if keeper is None or keeper["host"] != socket.gethostname():
+        return False
+    with contextlib.suppress(psutil.Error):
+        return bool(psutil.Process(keeper["pid"]).status() == psutil.STATUS_STOPPED)
+    return False
+
+
+def _mark_stopped(folder: Path) -> None:
+    """Write that a run has ended with its lab, where nobody else has: its keeper did not live to do so."""
+    with contextlib.suppress(OSError):
+        path = RunPaths(folder).events
+        if last_state(path) in ENDED:
+            return
+        events, _ = read_events(path, max(0, path.stat().st_size - TAIL))
+        last = next((event for event in reversed(events) if "step" in event and event.get("lineage")), {})
+        log = EventLog(path, last.get("lineage", ""))
+        reason = "the lab was closed; its keeper did not answer"
+        log.emit("state", state="stopped", step=last.get("step", 0), reason=reason)
+        log.close()
 
 
 def remove_remains(paths: LabPaths) -> None:

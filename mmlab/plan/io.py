@@ -53,9 +53,8 @@ def _wrong(error: ValidationError) -> list[str]:
     for item in error.errors(include_url=False):
         name = ".".join(part for part in item["loc"] if isinstance(part, str))  # numbers count within a list
         key = known_keys().get(name)
-        expects = key.expects if key else "a table"
-        note = f" ({key.doc})" if key else ""
-        lines.append(f"{name} = {_shown(item['input'])}: must be {expects}{note}")
+        expects = f"{key.expects} ({key.doc})" if key else "a table"
+        lines.append(f"{name} = {_shown(item['input'])}: must be {expects}")
     return lines
 
 

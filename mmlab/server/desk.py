@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from mmlab.cluster import registry
+from mmlab.cluster.registry import CLOSE, LabPaths
 from mmlab.errors import LabError, MmlabError
 from mmlab.lessons import place_notebooks
 from mmlab.messages import ENDED, read_ack, read_events
@@ -28,6 +29,8 @@ FEEDS = 8
 """Runs whose logs are followed; the one asked for longest ago is forgotten first."""
 MOST_ENGINES = 64
 """Engines that a page may ask for; a plan that is trained brings more."""
+LEFTOVER = "its keeper died; closing it ends what is left of it"
+"""Said of a lab without a keeper."""
 COMMAND_ID = re.compile(r"\d{20}-\d+-\d+")
 
 
@@ -79,12 +82,16 @@ class Desk:
     # looking
 
     def overview(self) -> dict[str, Any]:
-        """{"labs": [...], "runs": [...]}, newest run first; the same for all who ask within FRESH seconds."""
+        """{"labs": [...], "runs": [...], "problem": of the root or ""}, newest run first; the same for all who ask
+        within FRESH seconds."""
         with self._lock:
             if self._overview is None or time.monotonic() - self._overview[0] > FRESH:
                 labs = self._labs()
-                runs = [self._listed(key, paths) for key, paths in self.folders.newest()]
-                self._overview = (time.monotonic(), {"labs": labs, "runs": runs})
+                newest = self.folders.newest([key for lab in labs for key in lab["runs"]])
+                runs = [self._listed(key, paths) for key, paths in newest]
+                root = self.folders.root
+                problem = "" if root.is_dir() else f"the folder of this server is gone: {root}"
+                self._overview = (time.monotonic(), {"labs": labs, "runs": runs, "problem": problem})
             return self._overview[1]
 
     def run(self, key: str, command: str = "") -> dict[str, Any]:
@@ -99,8 +106,8 @@ class Desk:
         return found
 
     def _labs(self) -> list[dict[str, Any]]:
-        """Live labs: as `Lab.status()`, with "runs" (keys, oldest first) and "outside" (how many of its runs are not
-        below the root)."""
+        """Live labs, and those whose keeper died ("ended"): as `Lab.status()`, with "runs" (keys, oldest first) and
+        "outside" (how many of its runs are not below the root)."""
         found = []
         for paths in registry.live_labs():
             info = read_json(paths.state) or {}
@@ -108,6 +115,9 @@ class Desk:
             inside = [key for key in keys if key is not None]
             status = registry.status(paths, read_json(paths.config) or {})
             found.append(status | {"runs": inside, "outside": len(keys) - len(inside)})
+        for paths in registry.dead_labs():
+            status = registry.status(paths, {}) | {"reason": LEFTOVER}
+            found.append(status | {"runs": [], "outside": 0})
         return found
 
     def _name(self, key: str, paths: RunPaths) -> dict[str, Any]:
@@ -187,20 +197,33 @@ class Desk:
         self._forget_overview()
         return lab.status()
 
-    def close_lab(self, lab_id: str) -> dict[str, Any]:
-        """End a lab with all its processes, also where its ranks or its controller hang. LabError for one that does not
-        live, and for one with an unfinished run outside of the root."""
-        from mmlab.lab import Lab
+    def grow_lab(self, lab_id: str, engines: Any) -> dict[str, Any]:
+        """Have a lab start more engines, that many in all; its status. LabError for what a lab cannot grow to."""
+        if not isinstance(engines, int) or isinstance(engines, bool) or not 1 <= engines <= MOST_ENGINES:
+            raise LabError(f"from a page a lab grows to {MOST_ENGINES} engines at most, not {engines!r}")
+        paths = self._live(lab_id)
+        registry.grow(paths, engines)
+        self._forget_overview()
+        return registry.status(paths, read_json(paths.config) or {})
 
-        found = [lab for lab in Lab.live() if lab.id == lab_id]
-        if not found:
-            raise LabError(f"no lab {lab_id} lives")
-        for folder in found[0].info().get("runs", []):
+    def close_lab(self, lab_id: str) -> dict[str, Any]:
+        """End a lab with all its processes, also where its ranks, its controller or its keeper hang: {"id", "state",
+        "how": as `registry.end_lab` says}. LabError for one that is not there, and for one with an unfinished run
+        outside of the root."""
+        (paths, *_) = [one for one in registry.dead_labs() if one.root.name == lab_id] or [self._live(lab_id)]
+        info = read_json(paths.state) or {}
+        for folder in info.get("runs", []):
             if self.folders.key(folder) is None and last_state(RunPaths(Path(folder)).events) not in ENDED:
                 raise LabError(f"lab {lab_id} has a run outside of {self.folders.root}: `mmlab close {lab_id}` ends it")
-        found[0].close()
+        how = registry.end_lab(paths, info, CLOSE)
         self._forget_overview()
-        return {"id": lab_id, "state": "ended"}
+        return {"id": lab_id, "state": "ended", "how": how}
+
+    def _live(self, lab_id: str) -> LabPaths:
+        for paths in registry.live_labs():
+            if paths.root.name == lab_id:
+                return paths
+        raise LabError(f"no lab {lab_id} lives: it has ended")
 
     def place_notebook(self, folder: Path) -> str:
         """Copy the notebooks that are not there into a folder; the name of the quickstart one."""

@@ -1,10 +1,11 @@
 """The routes below `/mmlab`. All ask for the usual authentication; changes also for XSRF and `allow_control`.
 
-GET  overview                 {"allow_control", "root", "labs", "runs"}
+GET  overview                 {"allow_control", "root", "labs", "runs", "problem"}
 GET  runs/KEY                 a run with ranks and curve; ?command=ID adds "ack"
 POST runs/KEY/VERB            pause, resume, step {"n"}, checkpoint {"name"}, stop, abort; {"verb", "id"}
 POST labs                     {"engines": n}: starts a lab; its status
-POST labs/ID/close            ends a lab and all its processes
+POST labs/ID/grow             {"engines": n}: more engines, n in all; its status
+POST labs/ID/close            ends a lab and all its processes; {"id", "state", "how"}
 POST notebook                 copies the notebooks to the server's folder; {"path"} of the quickstart one
 """
 
@@ -133,6 +134,16 @@ class Labs(Handler):
         await self.act(self.app.desk.start_lab, self.body().get("engines", 3))
 
 
+class GrowLab(Handler):
+    """More engines for a lab."""
+
+    @web.authenticated
+    @authorized
+    async def post(self, lab_id: str) -> None:
+        """Have it start them; they come up meanwhile."""
+        await self.act(self.app.desk.grow_lab, lab_id, self.body().get("engines"))
+
+
 class CloseLab(Handler):
     """Ending a lab."""
 
@@ -161,6 +172,7 @@ ROUTES = [
     (r"/mmlab/runs/(.+)/(pause|resume|step|checkpoint|stop|abort)", Command),
     (r"/mmlab/runs/(.+)", OneRun),
     (r"/mmlab/labs", Labs),
+    (r"/mmlab/labs/([0-9a-f]+)/grow", GrowLab),
     (r"/mmlab/labs/([0-9a-f]+)/close", CloseLab),
     (r"/mmlab/notebook", Notebook),
 ]

@@ -110,15 +110,16 @@ class Diagnosis:
             for call, waits in self._calls(rank).items():
                 longest = max((w.seconds for w in waits if w.seconds is not None), default=None)
                 since = f" for {longest:.1f} s" if longest is not None else ""
-                who, verb = _ranks(w.rank for w in waits), "waits" if len(waits) == 1 else "wait"
+                who = _ranks(w.rank for w in waits)
                 if waits[0].op in ("send", "recv"):
                     lines.append(f"rank {rank}{role} is waited for by {who}: {call}{since}")
                 else:
-                    lines.append(f"rank {rank}{role} has not joined {call}, where {who} {verb}{since}")
+                    held = f"{who} waits{since}" if len(waits) == 1 else f"{who} wait{since}"
+                    lines.append(f"rank {rank}{role} has not joined {call}, where {held}")
             if view is not None:
                 process = {"stopped": "its process is stopped (SIGSTOP); ", "gone": "its process has ended; "}
-                where = f" at {view.where}" if view.where else ""
-                lines.append(f"  {process.get(view.process, '')}it is in {view.doing}{where}")
+                found = f"  {process.get(view.process, '')}it is in {view.doing}"
+                lines.append(f"{found} at {view.where}" if view.where else found)
         if self.waits and not self.missing:
             lines.append("the ranks wait for one another:")
             lines += [f"  rank {w.rank} waits for {_ranks(w.missing)} in {w.call}" for w in self.waits]
@@ -158,8 +159,9 @@ class Diagnosis:
         for view in self.ranks:
             waits = [w for w in self.waits if w.rank == view.rank]
             what = "; ".join(f"waits for {_ranks(w.missing)} in {w.call}" for w in waits) or view.doing
-            process = "" if view.process == "alive" else f" [{view.process}]"
-            rows.append(f"  rank {view.rank}  {view.role}{process}: {what}" + (f"  {view.where}" if view.where else ""))
+            who = view.role if view.process == "alive" else f"{view.role} [{view.process}]"
+            row = f"  rank {view.rank}  {who}: {what}"
+            rows.append(f"{row}  {view.where}" if view.where else row)
         return "\n".join([*rows, *filter(None, [self._advice()])])
 
     def __repr__(self) -> str:

@@ -102,9 +102,9 @@ def _of_lineage(rows: Rows, runs: Rows, depth: int) -> Rows:
 def lineage_text(lineage: dict[str, Any]) -> str:
     """A lineage in words."""
     why = lineage["why"] or "went on"
-    where = "" if not lineage["parent"] else f" at step {lineage['parent_step']}"
+    why = f"{why} at step {lineage['parent_step']}" if lineage["parent"] else why
     here = "; the run stands here" if lineage.get("last") else ""
-    return f"lineage {lineage['id']}: {why}{where}, to step {lineage['step']}{here}"
+    return f"lineage {lineage['id']}: {why}, to step {lineage['step']}{here}"
 
 
 def saved_text(row: dict[str, Any]) -> str:

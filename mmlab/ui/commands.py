@@ -21,12 +21,13 @@ def world(feed: Any) -> int:
 
 
 def newest(feed: Any, unanswered: Iterable[dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """The newest command of each control: {"id", "text", "source"} and "waits" (how many of its kind), or "ok", "step",
-    "ranks", "of", "time", "message"."""
+    """The newest command of each control: {"id", "verb", "text", "source"} and "waits" (how many of its kind), or "ok",
+    "step", "ranks", "of", "time", "message"."""
     found: dict[str, dict[str, Any]] = {}
     for entry in unanswered:
         for control in controls_of(str(entry.get("verb")), entry.get("args") or {}):
-            told = {"id": str(entry.get("id", "")), "text": in_words(entry), "source": str(entry.get("source", ""))}
+            told = {"id": str(entry.get("id", "")), "verb": entry.get("verb"), "text": in_words(entry)}
+            told["source"] = str(entry.get("source", ""))
             found[control] = told | {"waits": found.get(control, {}).get("waits", 0) + 1}
     ranks = world(feed)
     moves = [event for event in feed.recent if event["kind"] == "relayout"]
@@ -59,7 +60,8 @@ def in_words(entry: Mapping[str, Any]) -> str:
 def _outcome(event: Event, world: int) -> dict[str, Any]:
     ranks = len(event.get("ranks") or [])
     return {
-        "id": str(event.get("id", "")), "text": in_words(event), "source": str(event.get("source", "")),
+        "id": str(event.get("id", "")), "verb": event.get("verb"), "text": in_words(event),
+        "source": str(event.get("source", "")),
         "ok": bool(event.get("ok")), "step": event.get("step"), "ranks": ranks, "of": max(ranks, world),
         "time": clock(event), "message": str(event.get("message") or ""),
     }  # fmt: skip

@@ -35,6 +35,9 @@ class Panel:
     lasting: ClassVar[bool] = False
     """Whether the panel is of use after the run's end (else a picture takes its place then)."""
 
+    spoken: ClassVar[tuple[str, ...]] = ()
+    """Where frames and answers hold sentences, which pages in another language get translated (`language.spoken`)."""
+
     def frame(self) -> dict[str, Any]:
         """What it shows now (JSON). Only keys whose value has changed are sent."""
         raise NotImplementedError

@@ -24,6 +24,7 @@ import traitlets
 from ipywidgets import Widget
 
 from mmlab.messages.files import whole
+from mmlab.ui.language import LANGUAGES, catalogue
 from mmlab.ui.series import Series
 
 Points = Mapping[str, Iterable[tuple[float, float]]]
@@ -34,8 +35,6 @@ SAME = 4
 """Entries that a list keeps at least when it is told by how it moved on."""
 Frames = Mapping[str, Mapping[str, Any]]
 """What panels show (JSON), by panel and key."""
-LANGUAGES = ("zh-CN",)
-"""Languages beside English, each with a catalogue in `static/`."""
 
 
 def script() -> str:
@@ -45,13 +44,6 @@ def script() -> str:
     catalogues = {language: catalogue(language) for language in LANGUAGES}
     words = f"const CATALOGUES = {json.dumps(catalogues, ensure_ascii=False, separators=(',', ':'))};"
     return _slim("\n".join([words, *(name.read_text(encoding="utf-8") for name in names)]))
-
-
-def catalogue(language: str) -> dict[str, str]:
-    """Texts of pages in another language, by the English ones."""
-    path = files("mmlab.ui") / "static" / f"words.{language}.json"
-    found: dict[str, str] = json.loads(path.read_text(encoding="utf-8"))
-    return found
 
 
 def style() -> str:

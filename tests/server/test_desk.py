@@ -6,7 +6,8 @@ from typing import Any
 import pytest
 from ui.synthetic import SyntheticRun
 
-from mmlab.server import desk
+from mmlab.messages.files import read_json, write_json
+from mmlab.server import desk, folders
 from mmlab.server.desk import FEEDS, Desk
 
 
@@ -51,3 +52,29 @@ def test_a_damaged_folder_hides_no_other_run(tmp_path: Path, monkeypatch: pytest
     assert found == {runs[0].dir.name: "running", runs[1].dir.name: "unreadable", runs[2].dir.name: "unreadable"}
     for run in runs:
         run.close()
+
+
+def test_runs_of_labs_are_listed_however_old_and_links_out_of_the_root_never(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MMLAB_RUNS", str(tmp_path / "none"))
+    monkeypatch.setattr(folders, "NEWEST", 2)
+    root = tmp_path / "root"
+    runs = [SyntheticRun(root / "runs", name=f"run-{number}") for number in range(4)]
+    outside = SyntheticRun(tmp_path / "outside")
+    (root / "runs" / "link").symlink_to(outside.dir)
+    found = folders.RunFolders(root)
+    newest = [f"runs/{run.dir.name}" for run in runs[::-1]]
+    assert [key for key, _ in found.newest()] == newest[:2]
+    assert [key for key, _ in found.newest([newest[3], "runs/link", "runs/none"])] == [*newest[:2], newest[3]]
+    write_json(runs[0].paths.run, (read_json(runs[0].paths.run) or {}) | {"created": 9e9})
+    assert [key for key, _ in found.newest()] == [newest[3], newest[0]]
+    for run in (*runs, outside):
+        run.close()
+
+
+def test_a_root_that_vanishes_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("JUPYTER_RUNTIME_DIR", str(tmp_path / "runtime"))
+    found = Desk(tmp_path / "gone").overview()
+    assert (found["labs"], found["runs"]) == ([], [])
+    assert found["problem"] == f"the folder of this server is gone: {tmp_path / 'gone'}"

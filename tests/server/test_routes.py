@@ -65,7 +65,7 @@ def commands(run: SyntheticRun) -> list[str]:
 
 ROUTES = [
     ("GET", "mmlab/overview"), ("GET", "mmlab/runs/runs/x"), ("POST", "mmlab/runs/runs/x/stop"), ("POST", "mmlab/labs"),
-    ("POST", "mmlab/labs/abc123/close"), ("POST", "mmlab/notebook"),
+    ("POST", "mmlab/labs/abc123/close"), ("POST", "mmlab/labs/abc123/grow"), ("POST", "mmlab/notebook"),
 ]  # fmt: skip
 
 
@@ -203,8 +203,11 @@ def test_labs_that_cannot_be_are_refused(server: Server) -> None:
     for engines in (0, 65, True, "3", None):
         status, why = server.ask("POST", "mmlab/labs", {"engines": engines})
         assert (status, bool(re.search("1 to 64 engines", why["message"]))) == (409, True)
-    status, why = server.ask("POST", "mmlab/labs/abc123/close", {})
-    assert (status, why["message"]) == (409, "no lab abc123 lives")
+    for path, body in (("close", {}), ("grow", {"engines": 3})):
+        status, why = server.ask("POST", f"mmlab/labs/abc123/{path}", body)
+        assert (status, why["message"]) == (409, "no lab abc123 lives: it has ended")
+    status, why = server.ask("POST", "mmlab/labs/abc123/grow", {"engines": 65})
+    assert (status, "64 engines at most" in why["message"]) == (409, True)
 
 
 def test_a_server_that_only_looks_refuses_every_change(place: Path) -> None:
@@ -216,7 +219,7 @@ def test_a_server_that_only_looks_refuses_every_change(place: Path) -> None:
         assert server.ask("GET", "mmlab/overview")[1]["allow_control"] is False
         assert server.run(key)["state"] == "running"
         changes = [f"runs/{key}/{verb}" for verb in ("pause", "resume", "step", "checkpoint", "stop", "abort")]
-        for path in (*changes, "labs", "labs/abc123/close", "notebook"):
+        for path in (*changes, "labs", "labs/abc123/close", "labs/abc123/grow", "notebook"):
             status, why = server.ask("POST", f"mmlab/{path}", {})
             assert (status, "allow_control is False" in why["message"]) == (403, True), path
     assert commands(run) == []

@@ -25,24 +25,31 @@ KERNEL = {"kernelspec": {"name": "python3", "display_name": "Python 3", "languag
 
 
 @contextmanager
-def jupyterlab(folder: Path, theme: str = "JupyterLab Light", **environment: str) -> Iterator[str]:
-    """JupyterLab with `folder` as its root and all of its own files below it; its address, without a path."""
+def jupyterlab(
+    folder: Path, theme: str = "JupyterLab Light", base: str = "", port: int = 0, **environment: str
+) -> Iterator[str]:
+    """JupyterLab with `folder` as its root and all of its own files below it; its address, without a slash at its end.
+
+    `base` is put before all paths ("/user/x"), as a hub does; `port` is that of a server that has ended.
+    """
     settings = folder / "settings" / "@jupyterlab" / "apputils-extension"
-    settings.mkdir(parents=True)
+    settings.mkdir(parents=True, exist_ok=True)
     (settings / "themes.jupyterlab-settings").write_text(json.dumps({"theme": theme}))
     (settings / "notification.jupyterlab-settings").write_text(json.dumps({"fetchNews": "false"}))
     more = {"IPYTHONDIR": str(folder / "ipython"), "JUPYTERLAB_SETTINGS_DIR": str(folder / "settings")}
     more |= sidebar_of_checkout(folder) | environment
-    with serving("jupyterlab", folder, folder, TOKEN, [], more) as port:
-        yield f"http://127.0.0.1:{port}"
+    options = [f"--ServerApp.base_url={base}/"] if base else []
+    with serving("jupyterlab", folder, folder, TOKEN, options, more, port) as port:
+        yield f"http://127.0.0.1:{port}{base}"
 
 
 def sidebar_of_checkout(folder: Path) -> dict[str, str]:
     """Environment in which Jupyter takes the extension of this checkout, where it has been built, before another."""
     if not (BUNDLE / "package.json").is_file():
         return {}
-    (folder / "share" / "labextensions").mkdir(parents=True)
-    (folder / "share" / "labextensions" / "mmlab").symlink_to(BUNDLE)
+    (folder / "share" / "labextensions").mkdir(parents=True, exist_ok=True)
+    if not (folder / "share" / "labextensions" / "mmlab").is_symlink():
+        (folder / "share" / "labextensions" / "mmlab").symlink_to(BUNDLE)
     return {"JUPYTER_PATH": str(folder / "share"), "JUPYTER_CONFIG_PATH": str(ROOT / "jupyter-config")}
 
 
@@ -63,11 +70,19 @@ def kernel_idle(page: Page) -> None:
     page.get_by_text(re.compile(r"\| Idle")).wait_for(timeout=60_000)
 
 
-def wait_for(condition: Callable[[], object], seconds: float = 20.0) -> None:
-    """Wait for a condition; fails after that time."""
+def wait_for(condition: Callable[[], object], seconds: float = 20.0, seen: Callable[[], object] | None = None) -> None:
+    """Wait for a condition; fails after that time with what the condition, or `seen`, last gave, and all that `seen`
+    gave before."""
     end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, "it did not happen in time"
+    history: list[str] = []
+    while True:
+        met = condition()
+        if met:
+            return
+        now = repr(seen() if seen else met)
+        if history[-1:] != [now]:
+            history.append(now)
+        assert time.monotonic() < end, f"it did not happen in {seconds:g} s; seen, oldest first: {history[-20:]}"
         time.sleep(0.1)
 
 

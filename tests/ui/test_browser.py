@@ -11,10 +11,11 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import nbformat
+import psutil
 import pytest
 from playwright.sync_api import Page, expect
 
-from ui.jupyterlab import jupyterlab, open_notebook, wait_for, write_notebook
+from ui.jupyterlab import jupyterlab, keep_shot, kernel_idle, open_notebook, wait_for, write_notebook
 from ui.stage import browser_page
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
@@ -106,6 +107,29 @@ def test_points_move_buttons_steer_and_a_reload_catches_up(
     page.locator(f"{BOARD} button", has_text="Pause").click()
     expect(page.locator(f"{BOARD} .mm-state")).to_contain_text("paused", timeout=10_000)
     assert errors == []
+    its_kernel_is_killed(page, tmp_path)
+
+
+def its_kernel_is_killed(page: Page, folder: Path) -> None:
+    """After a reload the last picture stands where JupyterLab alone says "model not found"; a new kernel is live."""
+    [kernel] = [child for child in psutil.Process().children(recursive=True) if "ipykernel_launcher" in child.cmdline()]
+    kernel.kill()
+    page.get_by_role("button", name="Ok").click(timeout=30_000)  # "it will restart automatically"
+    kernel_idle(page)
+    page.keyboard.press("Control+s")
+    page.reload()
+    picture = page.locator(".mmlab-outlives img")
+    picture.wait_for(timeout=60_000)
+    expect(page.locator(".mmlab-outlives")).to_contain_text("This is how it stood last")
+    kernel_idle(page)
+    page.wait_for_timeout(2_000)  # its manager of widgets has come meanwhile, and asked
+    assert picture.is_visible()
+    assert not page.get_by_text("Error displaying widget").is_visible()
+    keep_shot(page, folder / "killed.png")
+    page.locator(".jp-CodeCell .cm-content").first.click()
+    page.keyboard.press("Shift+Enter")
+    expect(page.locator(f"{BOARD} .mm-state")).to_contain_text("paused", timeout=20_000)
+    expect(picture).to_have_count(0)
 
 
 def test_stop_leaves_a_picture_in_the_saved_notebook(

@@ -37,7 +37,7 @@ def test_each_control_tells_its_newest_command_whoever_gave_it(controls: Control
     send(started.dir / "control", other)
     send(started.dir / "control", new_command("set", {"values": {"train.vision.lr": 1e-4, "train.language.lr": 1e-4}}))
     told = looked(controls)["controls"]
-    assert told["pause"] == {"id": other.id, "text": "pause", "source": "cli", "waits": 2}
+    assert told["pause"] == {"id": other.id, "verb": "pause", "text": "pause", "source": "cli", "waits": 2}
     assert sent["id"] < other.id
     assert set(told) == {"pause", "rate vision", "rate language"}
     started.answer()

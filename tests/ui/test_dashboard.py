@@ -96,7 +96,7 @@ def until(condition: Callable[[], Any], seconds: float = 10.0) -> None:
 
 def test_a_cell_holds_board_picture_and_text(shown: Dashboard, screen: Screen) -> None:
     (output,) = screen.outputs.values()
-    assert set(output) == {"application/vnd.jupyter.widget-view+json", "image/png", "text/plain"}
+    assert set(output) == {dashboards.OUTLIVES, "application/vnd.jupyter.widget-view+json", "image/png", "text/plain"}
     assert "running, step 5" in output["text/plain"]
 
 
@@ -225,6 +225,23 @@ def test_pause_and_end_replace_what_the_cell_holds(shown: Dashboard, screen: Scr
     assert set(screen.outputs[display_id]) == {"image/png", "text/plain"}
     assert "finished, step 8" in screen.outputs[display_id]["text/plain"]
     until(lambda: shown.over)
+
+
+def test_a_cell_that_can_take_it_gets_a_new_picture_now_and_then(
+    shown: Dashboard, screen: Screen, started: SyntheticRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(dashboards, "STILL_EVERY", 0.05)
+    started.train(2)
+    until(lambda: "step 7 of" in shown.view.still)
+    assert screen.published == 1  # ipywidgets' renderer would draw the view anew, under someone's hands
+    say(shown, kind="here", renewable=True)
+    until(lambda: screen.published == 2)
+    (output,) = screen.outputs.values()
+    assert "running, step 7" in output["text/plain"]
+    assert dashboards.OUTLIVES in output
+    shown._kept_still = 0.0
+    shown._renew()
+    assert screen.published == 2  # nothing new: nothing to save
 
 
 @pytest.mark.parametrize(

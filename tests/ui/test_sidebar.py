@@ -61,6 +61,11 @@ class Session:
     def state(self) -> str:
         return self.side.locator(".mmlab-view .mmlab-state").inner_text()
 
+    def told(self) -> str:
+        """All that the sidebar says, and what the run's own log says."""
+        states = [event["state"] for event in self.run().events() if event["kind"] == "state"]
+        return f"{self.side.inner_text()!r}; of the run's log: {states[-5:]}"
+
     def shot(self, name: str) -> None:
         keep_shot(self.page, self.folder / f"{name}.png")
 
@@ -122,9 +127,15 @@ def start_a_lab_and_attach(session: Session) -> list[int]:
     page, side = session.page, session.side
     expect(side.get_by_text("No lab lives.")).to_be_visible(timeout=20_000)
     session.button("Start a lab…").click()
-    page.locator(".jp-Dialog input").fill("3")
+    page.locator(".jp-Dialog input").fill("2")
     session.dialog("Start")
-    expect(side.locator(".mmlab-lab")).to_contain_text("ready · 3 of 3 engines", timeout=90_000)
+    said = side.locator(".mmlab-said")
+    expect(said).to_contain_text("is starting")
+    expect(side.locator(".mmlab-lab")).to_contain_text("ready · 2 of 2 engines", timeout=90_000)
+    expect(said).to_have_text("", timeout=5_000)
+    grow(session, "1", "only grows")
+    grow(session, "3", "grows to 3 engines")
+    expect(side.locator(".mmlab-lab")).to_contain_text("ready · 3 of 3 engines", timeout=60_000)
     (lab,) = (session.folder / "runtime" / "mmlab" / "labs").iterdir()
     clusters = page.request.get(f"{session.address}/ipyparallel/clusters?token={TOKEN}").json()
     assert f"mmlab-{lab.name}" in [
@@ -133,18 +144,25 @@ def start_a_lab_and_attach(session: Session) -> list[int]:
     page.locator(".jp-CodeCell .cm-content").first.click()
     side.get_by_role("button", name=re.compile("^Attach lab")).click()
     expect(page.locator(".jp-CodeCell").first).to_contain_text("mmlab.Lab.attach")
-    page.locator(".jp-CodeCell .cm-content").first.click()
-    page.keyboard.press("Shift+Enter")
     expect(page.locator(".jp-OutputArea").first).to_contain_text("3 of 3 up", timeout=30_000)
+    expect(said).to_have_text("", timeout=5_000)
     return lab_processes(session.folder)
+
+
+def grow(session: Session, engines: str, said: str) -> None:
+    """Ask the lab for more engines, so many in all."""
+    session.side.get_by_role("button", name=re.compile("^More engines for lab")).click()
+    session.page.locator(".jp-Dialog input").fill(engines)
+    session.dialog("Start them")
+    expect(session.side.locator(".mmlab-said")).to_contain_text(said)
 
 
 def train(session: Session) -> RunRecord:
     """A run from a cell, its dashboard, and its ranks in the sidebar; the learning rate moved."""
     session.cell(f'run = lab.train(mmlab.Plan.preset("laptop").with_({STEADY}))\nrun')
     session.page.locator(".mm-board").wait_for(timeout=60_000)
-    wait_for(lambda: "running" in session.state(), 90)
-    wait_for(lambda: re.search(r"step [1-9]", session.state()), 60)
+    wait_for(lambda: "running" in session.state(), 90, session.told)
+    wait_for(lambda: re.search(r"step [1-9]", session.state()), 60, session.told)
     expect(session.side.locator(".mmlab-ranks tbody tr")).to_have_count(3)
     rate = session.page.get_by_label("Base learning rate of language")
     rate.fill("5e-4")
@@ -157,7 +175,7 @@ def train(session: Session) -> RunRecord:
 def steer(session: Session, record: RunRecord) -> None:
     """Pause, three steps, a checkpoint, other compression, back to the checkpoint."""
     session.button("Pause").click()
-    wait_for(lambda: "paused" in session.state())
+    wait_for(lambda: "paused" in session.state(), seen=session.state)
     paused = record.status()["step"]
     session.button("Step").click()
     wait_for(lambda: record.status()["step"] == paused + 3, 60)
@@ -210,6 +228,8 @@ def emergency_stop_while_a_cell_is_busy(session: Session, record: RunRecord) -> 
     print(f"aborted {time.monotonic() - began:.1f} s after the click")
     expect(session.side.locator(".mmlab-said")).to_contain_text("stopped at step", timeout=20_000)
     expect(page.locator(".jp-InputPrompt", has_text="[*]:")).to_have_count(1)  # the cell sleeps on
+    session.button("Show in notebook").click()
+    expect(session.side.locator(".mmlab-said")).to_contain_text("kernel is busy: Shift+Enter", timeout=10_000)
 
 
 def restart_kernel(page: Page) -> None:

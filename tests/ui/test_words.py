@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import re
+import tomllib
 from importlib.resources import files
+from pathlib import Path
 
 import pytest
 
@@ -16,7 +18,8 @@ from mmlab.tracking.traffic import PURPOSE
 from mmlab.ui.dashboard import PARTS, Dashboard
 from mmlab.ui.feed import BETWEEN
 from mmlab.ui.lanes import kinds
-from mmlab.ui.view import View, catalogue, script
+from mmlab.ui.language import catalogue
+from mmlab.ui.view import View, script
 from ui.synthetic import InboxRun, SyntheticRun
 
 STATIC = files("mmlab.ui") / "static"
@@ -117,3 +120,21 @@ def test_the_language_is_the_pages_unless_the_environment_names_one(monkeypatch:
 
 def test_the_script_carries_the_catalogue() -> None:
     assert json.dumps(catalogue("zh-CN"), ensure_ascii=False, separators=(",", ":")) in script()
+
+
+def test_the_sidebar_is_in_chinese_where_jupyterlab_looks_for_it() -> None:
+    """JupyterLab merges `locale/` beside the module that the entry point names, under the entry point's name."""
+    root = Path(__file__).resolve().parents[2]
+    entry = tomllib.loads((root / "pyproject.toml").read_text())["project"]["entry-points"]["jupyterlab.locale"]
+    place = Path(str(files(entry["mmlab"]))) / "locale" / "zh_CN" / "LC_MESSAGES" / "mmlab.json"
+    found = json.loads(place.read_text(encoding="utf-8"))
+    head = found.pop("")
+    assert (head["domain"], head["language"]) == ("mmlab", "zh_CN")
+    source = "".join(path.read_text(encoding="utf-8") for path in sorted((root / "extensions" / "src").glob("*.ts")))
+    wanted = {unquoted(literal) for literal in re.findall(rf"(?<=__\()\s*({LITERAL})", source)}
+    assert not re.search(r"__\(\s*[^'\"`\s]", source), "a text that is no literal"
+    assert sorted(wanted - set(found)) == []
+    assert sorted(set(found) - wanted) == []
+    for text, (translated,) in found.items():
+        assert translated.strip(), text
+        assert sorted(re.findall(r"%\d", translated)) == sorted(re.findall(r"%\d", text)), text

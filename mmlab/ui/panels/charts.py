@@ -88,6 +88,7 @@ class Charts(RunPanel):
 
     name = "charts"
     title = "Charts"
+    spoken = ("marks.*.2",)
     slow = frozenset({"range", "runs", "overlay"})
 
     def __init__(self, source: RunSource) -> None:

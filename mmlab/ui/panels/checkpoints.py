@@ -77,6 +77,17 @@ class Checkpoints(RunPanel):
 
     name = "checkpoints"
     title = "Checkpoints"
+    spoken = (
+        "unreadable",
+        "nodes.*.text",
+        "answers.*.2",
+        "went_back",
+        "text",
+        "restore.text",
+        "branch.text",
+        "saved",
+        "why",
+    )
     every = 0.5
     slow = frozenset({"details", "compare", "check", "restore", "branch", "rename", "delete"})
     lasting = True

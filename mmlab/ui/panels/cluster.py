@@ -18,6 +18,7 @@ class Cluster(Panel):
 
     name = "cluster"
     title = "Lab"
+    spoken = ("reason", "runs.*.reason")
     every = 1.0
     slow = frozenset({"close"})
 

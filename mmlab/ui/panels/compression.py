@@ -24,6 +24,7 @@ class Compression(RunPanel):
 
     name = "compression"
     title = "Compression"
+    spoken = ("fields.*.help", "fields.*.expects", "nothing", "controls.*.text", "controls.*.message")
     every = 0.5
 
     def frame(self) -> dict[str, Any]:

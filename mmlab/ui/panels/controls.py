@@ -23,6 +23,7 @@ class Controls(RunPanel):
 
     name = "controls"
     title = "Steer the run"
+    spoken = ("waiting.*", "acked.text", "controls.*.text", "controls.*.message", "text")
     slow = frozenset({"check_relayout", "relayout"})
 
     def frame(self) -> dict[str, Any]:

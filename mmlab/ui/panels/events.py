@@ -17,6 +17,7 @@ class Events(RunPanel):
 
     name = "events"
     title = "Last events"
+    spoken = ("events.*.text",)
 
     def frame(self) -> dict[str, Any]:
         """The last events in words, oldest first."""

@@ -75,6 +75,11 @@ class FormPanel(Panel):
     title = "Plan"
     slow = frozenset({"pictures", "train", "repaired", "repair"})
     lasting = True
+    spoken = (
+        *(f"fields.*.{name}" for name in ("help", "unit", "bounds")), "sections.*", "idle.*", "mistyped.*.reason",
+        "problems.*.message", "problems.*.fix", "roles.*", "memory", "undo", "redo",
+        "layout", "layout_not", "schedule", "schedule_not",
+    )  # fmt: skip
 
     def __init__(self, source: PlanSource) -> None:
         self.source = source

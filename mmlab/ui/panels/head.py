@@ -13,6 +13,7 @@ class Head(RunPanel):
 
     name = "head"
     title = "State"
+    spoken = ("reason", "data", "compression")
 
     def frame(self) -> dict[str, Any]:
         """State, step and the figures of the last step."""

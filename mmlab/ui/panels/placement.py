@@ -15,6 +15,7 @@ class PlacementPanel(RunPanel):
 
     name = "placement"
     title = "Placement"
+    spoken = ("now.*.6", "places.*.4", "slowest", "lines")
     every = 1.0
     lasting = True
     slow = frozenset({"doctor"})

@@ -139,7 +139,7 @@ class App {
 }
 
 function mount(store, el) {
-  speak(store.model.get("language") || document.documentElement.lang);
+  store.speak();
   el.append(make("style", {}, STYLE));
   const app = new App(store, el);
   return () => app.dispose();

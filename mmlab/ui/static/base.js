@@ -118,6 +118,7 @@ class Store {
     this.page = Math.random().toString(36).slice(2); // which page says what is in sight
     this.onMessage = (message, buffers) => this.receive(message, buffers ?? []);
     model.on("msg:custom", this.onMessage);
+    this.speak();
     this.hello();
   }
 
@@ -131,11 +132,18 @@ class Store {
 
   shown() { return [...new Set([...this.views].flatMap((view) => view.shown()))]; }
 
-  here() { this.model.send({ kind: "here", page: this.page, shown: this.shown() }); }
+  here() { this.model.send({ kind: "here", ...this.sight() }); }
+
+  sight() { // the extension's renderer takes a new picture without drawing the view anew
+    const renewable = [...this.views].some(({ root }) => root.closest(".mmlab-outlives"));
+    return { page: this.page, shown: this.shown(), renewable };
+  }
+
+  speak() { speak(this.model.get("language") || document.documentElement.lang); }
 
   hello(wait = ASK_AGAIN) { // a page that is just reconnecting loses messages, so ask until the history is here
     this.seq = null;
-    this.model.send(this.views.size ? { kind: "hello", page: this.page, shown: this.shown() } : { kind: "hello" });
+    this.model.send({ kind: "hello", language: spoken, ...(this.views.size ? this.sight() : {}) });
     clearTimeout(this.again);
     this.again = setTimeout(() => { if (this.seq === null) this.hello(Math.min(2 * wait, 60_000)); }, wait);
   }

@@ -38,12 +38,12 @@ class Control {
 function outcome(told, { state, step }) {
   if (told.waits) {
     const more = told.waits > 1 ? t(" ({0} of them)", told.waits) : "";
-    if (told.text === "abort") return [t("waiting for the first rank to be freed") + more, "waits"];
+    if (told.verb === "abort") return [t("waiting for the first rank to be freed") + more, "waits"];
     if (state === "paused") return [t("{0}: waiting for the ranks, paused after step {1}", told.text, step) + more, "waits"];
     return [t("{0}: waiting for the end of step {1}", told.text, step + 1) + more, "waits"];
   }
   if (!told.ok) return [t("{0} {1}: refused after step {2}: {3}", told.time, told.text, told.step, told.message), "bad"];
-  if (told.text === "abort") return [`${told.time} ${told.text}: ${told.message}`, "ok"];
+  if (told.verb === "abort") return [`${told.time} ${told.text}: ${told.message}`, "ok"];
   return [t("{0} {1}: applied after step {2} on {3} of {4} ranks", told.time, told.text, told.step, told.ranks, told.of), "ok"];
 }
 

@@ -103,7 +103,8 @@ PANELS.form = class extends Panel {
   update(changed) {
     const frame = this.frame;
     if (!frame.fields) return;
-    if (!this.built) { this.built = true; this.fields.build(frame); this.train.hidden = !frame.lab; }
+    const help = frame.fields.map((one) => one.help).join(); // comes again in the page's language
+    if (this.helped !== help) { this.helped = help; this.fields.build(frame); this.train.hidden = !frame.lab; }
     if ("base" in changed || "presets" in changed) this.showBase();
     const used = [this.undo, this.redo].includes(document.activeElement);
     this.undo.disabled = !frame.undo;

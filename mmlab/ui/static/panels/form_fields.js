@@ -18,6 +18,8 @@ class FormFields {
   }
 
   build({ fields, sections }) {
+    this.rows.clear();
+    this.list.replaceChildren();
     const tops = [...new Set(fields.map(({ section }) => section.split(".")[0]))];
     this.groups = tops.map((top) => {
       const own = fields.filter(({ section }) => section.split(".")[0] === top);
