@@ -9,6 +9,7 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -195,6 +196,13 @@ class Feed:
             self._index.note(start, after, steps)
             self._draw()
 
+    @property
+    def unread(self) -> int:
+        """Bytes of the event log that are still to be read."""
+        with suppress(FileNotFoundError):
+            return self.paths.events.stat().st_size - self._offset
+        return 0
+
     def _stop_short(self) -> None:
         """Say how much has been read of a log that takes several calls, and what its end says of the state."""
         events = last_events(self.paths.events)
@@ -203,7 +211,7 @@ class Feed:
             self.state, self.reason = said[-1]["state"], said[-1].get("reason") or ""
         elif any(event["kind"] == "step" for event in events):
             self.state, self.reason = "running", ""
-        self.reading = self._offset / max(1, self._offset, self.paths.events.stat().st_size)
+        self.reading = self._offset / max(1, self._offset + self.unread)
 
     def look(self) -> None:
         """Ask the record for the state that beacons and processes tell (a dead rank writes no event)."""

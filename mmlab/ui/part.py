@@ -37,6 +37,8 @@ OUTLIVES = "application/vnd.mmlab.view+json"
 takes a new picture without drawing the view anew."""
 MOST_STILL = 24_000
 """Characters of that picture; larger ones are told in text, since each part saves its own."""
+FILLING_PERIOD = 0.5
+"""Seconds between messages while a long log is read: each carries all curves."""
 BREATH = 0.005
 """Seconds between looks while a long log is read: cells and buttons get their turn."""
 WHOLE = "part"
@@ -260,7 +262,8 @@ class Part:
             self._view.send_tick({name: frame for name, (_, frame) in self._frames.items()}, {})
 
     def _pause(self) -> float:
-        return self._period if time.monotonic() - self._seen < SEEN_FOR else max(self._period, UNSEEN_PERIOD)
+        unseen = time.monotonic() - self._seen >= SEEN_FOR
+        return max(self._period, UNSEEN_PERIOD if unseen else FILLING_PERIOD if self._filling else 0.0)
 
     def _look(self) -> None:
         """Take in what is new."""
@@ -280,17 +283,16 @@ class Part:
                 made, before = self._frames.get(name, (float("-inf"), {}))
                 if name in self._shown and now - made >= panel.every:
                     self._frames[name] = (now, _frame(panel, before))
-        found = {name: frame for name, (_, frame) in self._frames.items()}
-        share = self.source.reading
-        if share is not None or self._filled:
-            self._filled = True
-            found[WHOLE] = {"reading": None if share is None else int(100 * share)}
-        return found
+        return {name: frame for name, (_, frame) in self._frames.items()}
 
     def _send(self) -> None:
         """One message to all pages, at most: the history where one asked for it or the run went back."""
         assert self._view is not None
         frames = {name: self._said(self.panels[name], frame) for name, frame in self.frames().items()}
+        share = self.source.reading
+        if share is not None or self._filled:
+            self._filled = True
+            frames[WHOLE] = {"reading": None if share is None else int(100 * share)}
         points: dict[str, Any] = {}
         with self.source.lock:
             for panel in self.panels.values():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections.abc import Callable
@@ -13,6 +14,8 @@ from mmlab.ui.feed import Feed
 
 FRESH = 0.1
 """Seconds for which a look at the folder is good for other views too."""
+LONG = 2 << 20
+"""Bytes of a log from which it is read in slices: some 1,500 steps."""
 SLICE = 0.04
 """Seconds that a look may take to read a long log: whoever asks meanwhile waits no longer than a person notices."""
 
@@ -79,7 +82,7 @@ class RunSource:
         with self.lock:
             if self.feed.reading is None and time.monotonic() - self._looked < FRESH:
                 return
-            self.feed.read(self._tell, SLICE)
+            self.feed.read(self._tell, SLICE if self.feed.unread > LONG else math.inf)
             self.feed.look()
             self._looked = time.monotonic()
 
