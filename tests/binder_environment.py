@@ -20,6 +20,8 @@ import time
 from pathlib import Path
 from uuid import uuid4
 
+from jupyter_process import answering, free_port
+
 ROOT = Path(__file__).resolve().parent.parent
 DISK, MEMORY = 1.4e9, 2e9
 """Bytes of the installed environment as `du` counts them, and of memory."""
@@ -146,25 +148,13 @@ def execute(folder: Path, environ: dict[str, str], group: Path | None) -> str:
         for procs in files:
             procs.write_text(str(os.getpid()))
 
-    server = [
-        jupyter,
-        "lab",
-        "--no-browser",
-        "--allow-root",
-        "--port=0",
-        "--ServerApp.port_retries=9",
-        "--ServerApp.token=x",
-    ]
-    with open(folder / "server.log", "w") as log:
-        lab = subprocess.Popen(server, env=environ, cwd=repository, preexec_fn=enter, stdout=log, stderr=log)
+    port = free_port()
+    server = [jupyter, "lab", "--no-browser", "--allow-root", f"--port={port}", "--IdentityProvider.token=x"]
     command = [jupyter, "nbconvert", "--to", "notebook", "--execute", "--ExecutePreprocessor.timeout=200"]
     command += ["--output", folder / "done.ipynb", "notebooks/01_quickstart.ipynb"]
-    try:
+    with answering(server, port, folder / "server.log", env=environ, cwd=repository, preexec_fn=enter) as lab:
         subprocess.run(command, check=True, env=environ, cwd=repository, preexec_fn=enter, timeout=600)
         assert lab.poll() is None, (folder / "server.log").read_text()
-    finally:
-        lab.terminate()
-        lab.wait(30)
     return (folder / "done.ipynb").read_text(encoding="utf-8")
 
 

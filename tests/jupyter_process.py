@@ -7,9 +7,42 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
+
+
+def free_port(wanted: int = 0) -> int:
+    """A port of this host that nobody listens on, and which that is (0: any)."""
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        probe.bind(("127.0.0.1", wanted))
+        return int(probe.getsockname()[1])
+
+
+@contextmanager
+def answering(command: Sequence[str | Path], port: int, log: Path, **options: Any) -> Iterator[subprocess.Popen[bytes]]:
+    """A server as a process (with `subprocess`'s options), from when it answers on its port until it is told to end."""
+    with open(log, "w") as file:
+        process = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, **options)
+    try:
+        end = time.monotonic() + 60
+        while True:
+            with socket.socket() as probe:
+                if probe.connect_ex(("127.0.0.1", port)) == 0:
+                    break
+            assert process.poll() is None, log.read_text()
+            assert time.monotonic() < end, log.read_text()
+            time.sleep(0.05)
+        yield process
+    finally:
+        process.terminate()
+        try:
+            process.wait(20)
+        except subprocess.TimeoutExpired:  # on a loaded machine Jupyter's server sometimes hangs at its own exit
+            process.kill()
+            process.wait()
 
 
 @contextmanager
@@ -24,33 +57,11 @@ def serving(
 ) -> Iterator[int]:
     """`python -m module` on `root` with its own files in `private`, where its log is; the port (0: any), once it
     answers."""
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        probe.bind(("127.0.0.1", port))
-        port = probe.getsockname()[1]
+    port = free_port(port)
     folders = {f"JUPYTER_{kind}_DIR": str(private / kind.lower()) for kind in ("CONFIG", "DATA", "RUNTIME")}
     command = [
         sys.executable, "-m", module, "--no-browser", f"--port={port}", "--allow-root",
         f"--IdentityProvider.token={token}", f"--ServerApp.root_dir={root}", *options,
     ]  # fmt: skip
-    log = private / "server.log"
-    with open(log, "w") as file:
-        values = os.environ | folders | environment
-        process = subprocess.Popen(command, env=values, stdout=file, stderr=subprocess.STDOUT)
-    try:
-        end = time.monotonic() + 60
-        while True:
-            with socket.socket() as probe:
-                if probe.connect_ex(("127.0.0.1", port)) == 0:
-                    break
-            assert process.poll() is None, log.read_text()
-            assert time.monotonic() < end, log.read_text()
-            time.sleep(0.05)
+    with answering(command, port, private / "server.log", env=os.environ | folders | environment):
         yield port
-    finally:
-        process.terminate()
-        try:
-            process.wait(20)
-        except subprocess.TimeoutExpired:  # on a loaded machine Jupyter's server sometimes hangs at its own exit
-            process.kill()
-            process.wait()

@@ -18,6 +18,7 @@ from mmlab.cli import run_command
 from mmlab.cli.progress import follow_run
 from mmlab.cli.training import results_of
 from mmlab.errors import LabError
+from mmlab.lab import Run
 from mmlab.lessons import NOTEBOOKS, place_notebooks
 from mmlab.plan import Plan, preset_names
 from mmlab.tracking.record import RunRecord
@@ -77,7 +78,7 @@ def applied(run: SyntheticRun) -> list[tuple[str, dict[str, Any]]]:
 def test_help_lists_all_commands_without_loading_what_computes(command: Command) -> None:
     code, out, _ = command("--help")
     assert code == 0
-    verbs = "pause resume step set compress compression checkpoint restore stop doctor abort"
+    verbs = "pause resume step set compress compression checkpoint restore stop doctor abort placement measured"
     for name in f"demo run new check layout balance verify data runs show {verbs} lab labs close".split():
         assert f" {name} " in out
     script = "import sys, mmlab.cli; mmlab.cli.build_app(); print(*(m for m in sys.modules if '.' not in m))"
@@ -220,6 +221,18 @@ def test_compression_shows_what_was_counted(command: Command, run: SyntheticRun)
     assert max(map(len, out.splitlines())) <= 80
     assert "18 x" in out
     assert "gradient norm of vision / language" in out
+
+
+def test_placement_and_measured_say_what_the_run_says(command: Command, run: SyntheticRun) -> None:
+    code, _, err = command("measured", "last")
+    assert (code, "has no trace of a step" in err) == (1, True)
+    run.train(2)
+    run.trace()
+    code, out, _ = command("measured", "last", "--step", str(run.step))
+    assert (code, out) == (0, f"{Run(run.dir).measured()}\n")
+    code, out, _ = command("placement", "last")
+    assert code == 0
+    assert "stage 1 tp 1" in out
 
 
 def test_doctor_says_what_each_rank_does(command: Command, run: SyntheticRun) -> None:

@@ -48,3 +48,4 @@ def test_offload_is_measured_and_trains_the_same(tmp_path, capsys):
     shown = capsys.readouterr().out
     assert "MB" in shown
     assert "nvme not here: " in shown
+    assert "try more --steps" in shown

@@ -6,7 +6,7 @@ import { ILab, IRun, ISent, reasonOf, Verb } from './api';
 import { Cell, ICommands, INotebookLike } from './cell';
 import { Emergency, Said } from './emergency';
 import { Model } from './model';
-import { refusedText } from './words';
+import { refusedText, verbWord } from './words';
 
 /** Milliseconds in which an answer to a command is waited for, and between looks. */
 const ACKED = 30000;
@@ -112,7 +112,7 @@ export class Actions {
       return null;
     });
     if (sent) {
-      this.say(this.trans.__('%1 sent to %2; applied at the next step boundary', verb, run.id));
+      this.say(this.trans.__('%1 sent to %2; applied at the next step boundary', verbWord(this.trans, verb), run.id));
       await this.sayAck(run, sent).catch(() => undefined); // the command is on its way all the same
     }
   }
@@ -120,18 +120,19 @@ export class Actions {
   /** Tell when all ranks have applied a command, or that it was refused. */
   private async sayAck(run: IRun, sent: ISent): Promise<void> {
     const { trans } = this;
+    const verb = verbWord(trans, sent.verb);
     const end = Date.now() + ACKED;
     while (Date.now() < end) {
       await new Promise(resolve => setTimeout(resolve, LOOK));
       const { ack } = await this.model.api.run(run.key, sent.id);
       if (ack) {
-        const applied = trans.__('%1: applied after step %2 on %3 ranks', sent.verb, ack.step, ack.ranks.length);
-        this.say(ack.ok ? applied : trans.__('%1 was refused: %2', sent.verb, ack.message), !ack.ok);
+        const applied = trans.__('%1: applied after step %2 on %3 ranks', verb, ack.step, ack.ranks.length);
+        this.say(ack.ok ? applied : trans.__('%1 was refused: %2', verb, ack.message), !ack.ok);
         await this.model.refresh();
         return;
       }
     }
-    this.say(trans.__('%1 waits in the inbox of %2; it is applied at its next step boundary', sent.verb, run.id));
+    this.say(trans.__('%1 waits in the inbox of %2; it is applied at its next step boundary', verb, run.id));
   }
 
   /** Run a cell that attaches to a lab in the notebook at hand, else in a new one. */

@@ -3,7 +3,7 @@ import { TranslationBundle } from '@jupyterlab/translation';
 
 import { hasEnded, ILab, IRun, ISent, reasonOf, Verb } from './api';
 import { Model } from './model';
-import { closedText, refusedText, stateWord } from './words';
+import { closedText, refusedText, stateWord, verbWord } from './words';
 
 /** Milliseconds in which ranks answer: an abort took half a second, a step of a large model takes longer. */
 const PATIENCE: Partial<Record<Verb, number>> = { abort: 6000, stop: 15000 };
@@ -49,7 +49,7 @@ export class Emergency {
       this.say(refusedText(this.trans, run, error), true);
       return;
     }
-    this.say(this.trans.__('%1 sent to %2', verb, run.id));
+    this.say(this.trans.__('%1 sent to %2', verbWord(this.trans, verb), run.id));
     if (await this.carriedOut(run, sent, PATIENCE[verb] ?? LOOK)) {
       return;
     }

@@ -4,7 +4,7 @@ import { Actions } from './actions';
 import { hasEnded, IRank, IRun, Verb } from './api';
 import { el, IRow, put, Rows, Sparkline } from './dom';
 import { Model } from './model';
-import { progressText, stateWord } from './words';
+import { phaseWord, progressText, stateWord } from './words';
 
 /** The active run: state, loss curve, buttons, ranks. */
 export class RunView {
@@ -110,7 +110,7 @@ export class RunView {
     const node = el('tr', {}, ...cells);
     const update = (rank: IRank) => {
       const lives = rank.alive === null ? trans.__('on %1', rank.host) : rank.alive ? trans.__('lives') : trans.__('gone');
-      const texts = [String(rank.rank), rank.role, String(rank.step), rank.phase, lives];
+      const texts = [String(rank.rank), rank.role, String(rank.step), phaseWord(trans, rank.phase), lives];
       texts.forEach((text, index) => put(cells[index] as Element, text));
       node.dataset.alive = String(rank.alive ?? 'unknown');
       node.title = trans.__('process %1 on %2', String(rank.pid), rank.host);

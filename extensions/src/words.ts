@@ -21,6 +21,38 @@ export function stateWord(trans: TranslationBundle, state: string): string {
   return words[state] ?? state;
 }
 
+/** A command in the reader's language. */
+export function verbWord(trans: TranslationBundle, verb: string): string {
+  const words: Record<string, string> = {
+    pause: trans.__('pause'),
+    resume: trans.__('resume'),
+    step: trans._p('command', 'step'),
+    checkpoint: trans.__('checkpoint'),
+    stop: trans.__('stop'),
+    abort: trans.__('abort')
+  };
+  return words[verb] ?? verb;
+}
+
+/** What a rank does, in the reader's language. */
+export function phaseWord(trans: TranslationBundle, phase: string): string {
+  const words: Record<string, string> = {
+    start: trans.__('start'),
+    data: trans.__('data'),
+    encode: trans.__('encode'),
+    exchange: trans.__('exchange'),
+    forward: trans.__('forward'),
+    backward: trans.__('backward'),
+    pipeline: trans.__('pipeline'),
+    reduce: trans.__('reduce'),
+    optimizer: trans.__('optimizer'),
+    eval: trans.__('eval'),
+    checkpoint: trans.__('checkpoint'),
+    control: trans.__('control')
+  };
+  return words[phase] ?? phase;
+}
+
 /** Steps done and loss of a run. */
 export function progressText(trans: TranslationBundle, run: IRun): string {
   const steps = trans.__('step %1 of %2', run.step.toLocaleString(), run.steps.toLocaleString());

@@ -9,7 +9,7 @@ import typer
 from mmlab.cli.shared import JsonOption, Overrides, PlanArgument, check_writable, console, load_plan, write_results
 
 FEW = 10
-"""Counted steps below which a compressor's numbers are mostly noise."""
+"""Counted steps below which a median is mostly noise."""
 
 
 def register(app: typer.Typer) -> None:
@@ -39,6 +39,8 @@ def bench_offload(
     for row in (row for row in rows if "problem" in row):
         out.print(f"{row['mode']} not here: {row['problem']}", markup=False)
     out.print("per rank; peak: of device memory on CUDA, else of the process. Encoder and projector never leave.")
+    if few := few_steps(rows):
+        out.print(f"{few} A median of them is mostly noise; try more --steps.", markup=False)
 
 
 def _offload_table(name: str, rows: list[dict[str, Any]]) -> Any:
@@ -92,20 +94,17 @@ def bench_link(
         f"summing gradients ({1e3 * found['alone']:.0f} ms), and the time of its bits. Loss: after {steps} steps each, "
         "and after equal time (steps in brackets)."
     )
-    if note := few_steps(found["rows"]):
-        out.print(note, markup=False)
+    if few := few_steps(found["rows"]):
+        more = "Their loss is that of one noisy step, and a gain can exceed that by bytes; try a longer --seconds."
+        out.print(f"{few} {more}", markup=False)
 
 
 def few_steps(rows: list[dict[str, Any]]) -> str:
-    """What to make of rows of fewer than FEW steps; empty when there are none."""
-    counts = {row["compressor"]: len(row["seconds"]) for row in rows if "problem" not in row}
-    few = [f"{name} ({count})" for name, count in counts.items() if count < FEW]
-    if not few:
-        return ""
-    return (
-        f"Few steps on the clock: {', '.join(few)}. Their loss is that of one noisy step, and a gain can exceed that "
-        "by bytes; try a longer --seconds."
-    )
+    """Which rows are of fewer than FEW steps, in words; empty when there are none."""
+    named = [(row.get("compressor") or f"{row['sharding']}, offload {row['mode']}", row) for row in rows]
+    counts = [(name, len(row["seconds"])) for name, row in named if "problem" not in row]
+    few = [f"{name} ({count})" for name, count in counts if count < FEW]
+    return f"Few steps on the clock: {'; '.join(few)}." if few else ""
 
 
 def _link_table(name: str, rate: str, rows: list[dict[str, Any]]) -> Any:

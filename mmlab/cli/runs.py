@@ -23,8 +23,8 @@ CELL_TIMEOUT = 2.0
 
 def register(app: typer.Typer) -> None:
     """Add the commands about runs."""
-    looking, ending = (list_all, show, traffic, compression, ledger, diagnose, doctor), (stop, abort)
-    steering = (pause, resume, step, set_, compress, relayout, checkpoint, restore, export, chaos)
+    looking, ending = (list_all, show, placement, measured, traffic, compression, ledger), (stop, abort)
+    steering = (diagnose, doctor, pause, resume, step, set_, compress, relayout, checkpoint, restore, export, chaos)
     for command in (*looking, *steering, *ending):
         name = {"list_all": "runs", "set_": "set"}.get(command.__name__, command.__name__)
         app.command(name, rich_help_panel="Runs")(command)
@@ -59,6 +59,19 @@ def show(run: RunArgument, follow: Annotated[bool, typer.Option(help="Go on unti
     console().print(snapshot(folder).text, markup=False)
     if follow:
         follow_run(folder)
+
+
+def placement(run: RunArgument) -> None:
+    """Show which rank is where, how it is (alive, waiting, slow, dead), what it does, and who talks to whom."""
+    console().print(str(open_run(run).placement()), markup=False, soft_wrap=True)
+
+
+def measured(
+    run: RunArgument,
+    step: Annotated[int | None, typer.Option("--step", help="The traced step; default: the last.")] = None,
+) -> None:
+    """Show a traced step's pipeline schedule as measured, with its bubble."""
+    console().print(str(open_run(run).measured(step)), markup=False, soft_wrap=True)
 
 
 def traffic(run: RunArgument) -> None:

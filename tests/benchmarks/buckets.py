@@ -125,19 +125,22 @@ def busiest(plan: Any, steps: int) -> tuple[float, float]:
     return statistics.mean(most), statistics.mean(mean)
 
 
-def measure(samples: int, steps: int, rounds: int) -> list[dict[str, Any]]:
-    """A row a side: imbalance, processor time of the busiest replica, with `rounds` steps a second."""
+def measure(
+    samples: int, steps: int, rounds: int, block: int = 8, sides: dict[str, tuple[str, ...]] = SIDES
+) -> list[dict[str, Any]]:
+    """A row a side: imbalance, processor time of the busiest replica, with `rounds` blocks of so many steps their rate
+    on warm ranks."""
     import placements
 
     with tempfile.TemporaryDirectory(prefix="mmlab-buckets-") as folder:
         plan = plan_on(make_set(Path(folder), samples))
         rows: list[dict[str, Any]] = []
-        for side, changes in SIDES.items():
+        for side, changes in sides.items():
             most, mean = busiest(plan.with_(*changes), steps)
             row = {"side": side, "busiest": most, "waiting": 1 - mean / most} | imbalance(plan.with_(*changes))
             rows.append(row | {"gain": rows[0]["busiest"] / most if rows else 1.0})
         if rounds:
-            for row, timed in zip(rows, placements.measure(plan, SIDES, rounds, 8)["rows"], strict=True):
+            for row, timed in zip(rows, placements.measure(plan, sides, rounds, block)["rows"], strict=True):
                 row["against_first"] = timed["against_first"]
     return rows
 

@@ -139,6 +139,7 @@ def test_few_steps_are_said_to_be_few():
     assert "none (4)" in few_steps([*rows, {"compressor": "onebit", "problem": "..."}])
     assert "int8" not in few_steps(rows)
     assert few_steps(rows[1:]) == ""
+    assert "zero2, offload none (6)" in few_steps([{"mode": "none", "sharding": "zero2", "seconds": [1.0] * 6}])
 
 
 def test_a_step_by_bytes_alone():

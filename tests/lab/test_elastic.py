@@ -10,7 +10,7 @@ from lab_helpers import assert_ended, eventually, processes
 from mmlab import Plan
 from mmlab.lab import Lab
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 HERE = Path(__file__).parent
 
 

@@ -47,6 +47,7 @@ def owner(alone):
         process.stdout.close()
 
 
+@pytest.mark.slow
 def test_a_lab_outlives_a_killed_kernel_and_its_run_is_steered_by_the_next(owner):
     kernel = owner(TRAIN + "time.sleep(600)", outlive=True)
     lab_id, run_dir = kernel.stdout.readline().split()
@@ -79,6 +80,7 @@ def test_a_lab_outlives_a_killed_kernel_and_its_run_is_steered_by_the_next(owner
     assert not [p for p in (registry.Path(os.environ["IPYTHONDIR"])).rglob(f"*{lab_id}*") if p.is_file()]
 
 
+@pytest.mark.slow
 def test_a_script_takes_its_lab_along(owner):
     script = owner(TRAIN, outlive=False)
     lab_id, run_dir = script.stdout.readline().split()

@@ -7,6 +7,7 @@ import pytest
 from IPython.core.interactiveshell import InteractiveShell
 from lab_helpers import assert_ended, eventually, processes
 from test_kernel import Kernel
+from ui.stage import Stage, browser_page
 from ui.synthetic import SyntheticRun
 
 from mmlab import Plan
@@ -204,11 +205,35 @@ def test_busy_engines_and_words_of_the_command_line(trained):
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
+def test_the_form_of_a_plan_trains_in_the_lab(trained):
+    """The button, in a page, on engines that are there."""
+    _, lab, run = trained
+    form = Plan.preset("laptop").with_("train.eval_samples=0", "checkpoint.at_end=false").form(lab)
+    with browser_page() as page:
+        stage = Stage(page, form)
+        stage.until(lambda: page.locator(".mm-form-picture svg").count() == 2)
+        page.get_by_label("train.steps", exact=True).fill("2")
+        page.get_by_role("button", name="Train", exact=True).click()
+        stage.until(lambda: "training as run" in page.locator(".mm-said").inner_text())
+        assert form.run.id != run.id
+        assert form.run.id in page.locator(".mm-said").inner_text()
+        page.get_by_role("button", name="Train", exact=True).click()
+        stage.until(lambda: page.locator(".mm-said.mm-bad").count())  # the lab is busy with it
+        assert form.run.id in page.locator(".mm-said").inner_text()
+        assert stage.errors == []
+    form.close()
+    form.run.wait(timeout=120, progress=False)
+    assert (form.run.status()["state"], form.run.plan.train.steps, len(form.run.metrics())) == ("finished", 2, 2)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
 def test_a_cell_comes_back_though_no_lab_lives(trained):
     """Where `mmlab restore` in a terminal follows the run to its end."""
     kernel, lab, run = trained
     lab.close()
-    for line, other in (("%mmlab restore --name 7 parallel.microbatches=4,", False), ("%mmlab branch --name 7", True)):
+    of = f"%mmlab --run {run.id}"
+    for line, other in ((f"{of} restore --name 7 parallel.microbatches=4,", False), (f"{of} branch --name 7", True)):
         began = time.monotonic()
         text = kernel.run(line)["text"]
         assert time.monotonic() - began < 20, text

@@ -14,7 +14,7 @@ from mmlab.lab import Lab
 from mmlab.messages import ENDED
 from mmlab.messages.notices import Notice, write_notice
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
 
 @pytest.fixture(scope="module")

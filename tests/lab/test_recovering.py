@@ -14,7 +14,7 @@ from mmlab import Plan
 from mmlab.lab import Lab
 from mmlab.messages import PHASES
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
 
 @pytest.fixture(scope="module")

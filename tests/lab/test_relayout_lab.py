@@ -11,7 +11,7 @@ from mmlab import MmlabError, Plan, PlanError
 from mmlab.lab import Lab
 from mmlab.messages.moves import memory_folders
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
 
 @pytest.fixture

@@ -116,6 +116,7 @@ def test_an_abort_during_a_pause_and_one_of_an_earlier_generation(pool, shards, 
     assert states == ["stopped"] * 3
 
 
+@pytest.mark.slow
 def test_after_an_abort_inside_backward_under_zero3_the_same_processes_are_exact(pool, shards, tmp_path):
     plan = Plan.load(str(PLANS / "zero3-tensor.toml")).with_({"data.path": str(shards), "data.held_out": ""})
     pool.grow(plan.world_size)

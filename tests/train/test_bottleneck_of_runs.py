@@ -8,12 +8,13 @@ from mmlab.messages.runs import create_run
 from mmlab.tracking import RunRecord
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("rank", "phase", "cause"),
     [
-        pytest.param(0, "data", "data", marks=pytest.mark.slow),
+        (0, "data", "data"),
         (0, "encode", "encoder"),
-        pytest.param(1, "optimizer", "optimizer", marks=pytest.mark.slow),
+        (1, "optimizer", "optimizer"),
     ],
 )
 def test_a_slow_rank_is_found_by_its_phase(pool, shards, tmp_path, capfd, rank, phase, cause):

@@ -22,7 +22,8 @@ LAYOUTS = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("layouts", [LAYOUTS[:3], pytest.param(LAYOUTS[:1] + LAYOUTS[3:], marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("layouts", [LAYOUTS[:3], LAYOUTS[:1] + LAYOUTS[3:]])
 def test_evaluation_does_not_depend_on_the_layout(pool, shards, tmp_path, layouts):
     """Held-out losses and greedy answers of one set of weights are the same however the model is split."""
     found = []
@@ -46,7 +47,8 @@ FROZEN = {"train.vision.frozen": True, "parallel.vision_dp": 2, "parallel.microb
 TOGETHER = ("parallel.projector=first_stage", "parallel.encoder_batch=2")
 
 
-@pytest.mark.parametrize("changes", [(), pytest.param(TOGETHER, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("changes", [(), TOGETHER])
 def test_an_encoder_that_works_ahead_changes_no_loss(pool, tmp_path, changes):
     """Bit for bit, with undecodable pictures agreed as before, and with evaluations and commands between the steps."""
     shards = write_set(tmp_path / "shards", 80, 0.2, broken=2)

@@ -39,6 +39,7 @@ def hosts():
 
 
 @possible
+@pytest.mark.slow
 def test_ranks_of_two_hosts_find_each_other(hosts, shards, tmp_path):
     plan = make_plan(shards, "parallel.pp=1", "train.steps=2")
     paths = RunPaths(tmp_path / "run")

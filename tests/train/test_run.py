@@ -139,10 +139,10 @@ def test_restore_resumes_bit_for_bit_on_a_new_lineage(pool, shards, tmp_path):
     "changes",
     [
         ("parallel.tp=2", "parallel.pp=1"),
-        ("parallel.pp=1",),
-        ("parallel.dp=2", "parallel.vision_dp=2"),
+        pytest.param(("parallel.pp=1",), marks=pytest.mark.slow),
+        pytest.param(("parallel.dp=2", "parallel.vision_dp=2"), marks=pytest.mark.slow),
         ("parallel.vision=first_stage", "parallel.vision_dp=0", "parallel.pp=1"),
-        ("parallel.vision=all_ranks", "parallel.vision_dp=0", "parallel.dp=2"),
+        pytest.param(("parallel.vision=all_ranks", "parallel.vision_dp=0", "parallel.dp=2"), marks=pytest.mark.slow),
     ],
 )
 def test_another_layout_loads_the_checkpoint(pool, shards, tmp_path, changes):
@@ -246,7 +246,10 @@ def test_a_run_goes_on_to_the_steps_last_asked_for(pool, shards, tmp_path):
     assert not list(run.paths.checkpoints.glob(".*"))
 
 
-@pytest.mark.parametrize("phase", ["forward", "backward", "reduce", "encode", "optimizer"])
+@pytest.mark.parametrize(
+    "phase",
+    [*(pytest.param(p, marks=pytest.mark.slow) for p in ("forward", "reduce", "optimizer")), "backward", "encode"],
+)
 def test_an_exception_in_one_rank_frees_the_others_and_names_it(pool, shards, tmp_path, phase):
     rank = 0 if phase == "encode" else 2
     run = LiveRun(pool, make_plan(shards, "train.steps=100000"), tmp_path / "run", fault=("raise", rank, 3, phase))
@@ -346,6 +349,7 @@ def test_optimizer_schedule():
     assert torch.isclose(torch.tensor(learning_rate(settings, 50, 20)), torch.tensor(0.1))
 
 
+@pytest.mark.slow
 def test_weights_leave_and_come_in_by_module(pool, shards, tmp_path):
     """Export a checkpoint saved under tp 2; a new run that starts from it and learns nothing has its held-out loss."""
     data = f"data.held_out='{shards}'"

@@ -44,14 +44,10 @@ def pass_through(pool, data, tmp_path, names):
 
 
 @pytest.mark.slow
-def test_checkpoints_pass_between_layouts(pool, shards, tmp_path):
-    pass_through(pool, shards, tmp_path, ("zero3-tensor", "zero1", "tensor"))
-
-
-@pytest.mark.slow
 @pytest.mark.timeout(240)
 def test_checkpoints_pass_between_all_layouts(pool, shards, tmp_path):
-    pass_through(pool, shards, tmp_path, LAYOUTS)
+    first = ("zero3-tensor", "zero1", "tensor")  # trained in pieces of two axes
+    pass_through(pool, shards, tmp_path, dict.fromkeys([*first, *LAYOUTS]))
 
 
 SHARED = {
@@ -67,9 +63,8 @@ SHARED = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    "case", [pytest.param(case, marks=[] if case == "zero3" else pytest.mark.slow) for case in SHARED]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("case", SHARED)
 def test_a_run_evaluates_writes_and_goes_on(pool, shards, tmp_path, case):
     """Losses with evaluations in between are those without: nothing gathered for one outlives an update."""
     changes = ("parallel.dp=2", "train.steps=4", "train.eval_samples=12", "train.sample_images=2", *SHARED[case])

@@ -71,9 +71,28 @@ def test_parts_have_no_serious_fault(browser: Browser, run: SyntheticRun, name: 
     assert faults(browser, part(RunSource(Run(run.dir), run.dir), name), width, dark) == []
 
 
-@pytest.mark.parametrize(("width", "dark"), LOOKS)
+@pytest.mark.parametrize(("width", "dark"), [*LOOKS, (1600, True), (600, False)])
 def test_the_form_of_a_plan_has_no_serious_fault(browser: Browser, width: int, dark: bool) -> None:
-    assert faults(browser, Form(Plan.preset("quickstart").with_("parallel.tp=3")), width, dark) == []
+    """With problems, with a text that is no value, and while it asks whether to fix all; rows keep their height."""
+    page = browser.new_page(viewport={"width": width, "height": 900})
+    form = Form(Plan.preset("quickstart"))
+    heights = "[...document.querySelectorAll('.mm-form-row')].map((row) => row.getBoundingClientRect().height)"
+    try:
+        stage = Stage(page, form, dark)
+        stage.until(lambda: page.locator(".mm-form-picture svg").count() == 2)
+        assert serious(page) == []
+        before = page.evaluate(heights)
+        for key, text in (("parallel.tp", "3"), ("data.global_batch", "7"), ("train.steps", "many")):
+            page.get_by_label(key, exact=True).fill(text)
+        stage.until(lambda: "5 problems" in page.locator(".mm-form-found").inner_text())
+        assert page.evaluate(heights) == before
+        page.get_by_role("button", name="Fix all").click()
+        stage.until(lambda: page.locator(".mm-form-preview button").count())
+        assert serious(page) == []
+        assert stage.errors == []
+    finally:
+        form.close()
+        page.close()
 
 
 def test_a_failed_run_in_chinese_has_no_serious_fault(

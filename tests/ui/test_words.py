@@ -129,9 +129,10 @@ def test_the_sidebar_is_in_chinese_where_jupyterlab_looks_for_it() -> None:
     place = Path(str(files(entry["mmlab"]))) / "locale" / "zh_CN" / "LC_MESSAGES" / "mmlab.json"
     found = json.loads(place.read_text(encoding="utf-8"))
     head = found.pop("")
-    assert (head["domain"], head["language"]) == ("mmlab", "zh_CN")
+    assert (head["domain"], head["language"]) == ("mmlab", "zh-CN")  # as the page calls it
     source = "".join(path.read_text(encoding="utf-8") for path in sorted((root / "extensions" / "src").glob("*.ts")))
     wanted = {unquoted(literal) for literal in re.findall(rf"(?<=__\()\s*({LITERAL})", source)}
+    wanted |= {f"{context}\u0004{text}" for context, text in re.findall(r"_p\('(\w+)', '([^']+)'\)", source)}
     assert not re.search(r"__\(\s*[^'\"`\s]", source), "a text that is no literal"
     assert sorted(wanted - set(found)) == []
     assert sorted(set(found) - wanted) == []

@@ -77,10 +77,11 @@ function field(attributes, enter = null) {
 /* A choice, as field(). */
 function chooser(attributes, ...options) { return make("select", { onkeydown: (event) => event.stopPropagation(), ...attributes }, ...options); }
 
-/* A table of texts or nodes; `named`: the first cell of a row is its name. */
+/* A table of texts, nodes, or whole cells; `named`: the first cell of a row is its name. */
 function table(headers, rows, { caption = "", named = false } = {}) {
-  const cells = ([first, ...rest]) => [named ? make("th", { scope: "row" }, first) : make("td", {}, first), ...rest.map((cell) => make("td", {}, cell))];
-  return make("table", {}, ...(caption ? [make("caption", {}, caption)] : []), make("thead", {}, make("tr", {}, ...headers.map((text) => make("th", { scope: "col" }, text)))),
+  const cell = (content, tag = "td", attributes = {}) => (content instanceof HTMLTableCellElement ? content : make(tag, attributes, content));
+  const cells = ([first, ...rest]) => [named ? cell(first, "th", { scope: "row" }) : cell(first), ...rest.map((each) => cell(each))];
+  return make("table", {}, ...(caption ? [make("caption", {}, caption)] : []), make("thead", {}, make("tr", {}, ...headers.map((text) => cell(text, "th", { scope: "col" })))),
     make("tbody", {}, ...rows.map((row) => make("tr", {}, ...cells(row)))));
 }
 

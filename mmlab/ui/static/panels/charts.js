@@ -27,7 +27,8 @@ PANELS.charts = class extends Panel {
     this.said = make("p", { class: "mm-unseen", role: "status", "aria-live": "polite" });
     this.grid = make("div", { class: "mm-grid" });
     this.table = make("div", { class: "mm-figures-table", tabindex: 0, role: "group", "aria-label": t("Values of the charts"), hidden: true });
-    this.node.append(this.tools(), this.grid, this.table, this.said);
+    this.letters = make("p", { class: "mm-letters" });
+    this.node.append(this.tools(), this.grid, this.letters, this.table, this.said);
   }
 
   get marks() { return this.frame.marks ?? []; }
@@ -188,6 +189,12 @@ PANELS.charts = class extends Panel {
     const nodes = shown.map((key) => this.charts[key].node);
     if (nodes.some((node, index) => this.grid.children[index] !== node)) this.grid.replaceChildren(...nodes);
     for (const key of shown) { this.charts[key].setLines(this.lines(key), this.style); this.charts[key].draw(); }
+    const there = new Set(this.marks.map(([, kind]) => kind));
+    const letters = Object.entries(MARKS).filter(([kind]) => there.has(kind)).map(([, [letter, colour, words]]) => [letter, colour, t(words)]);
+    if (this.lettered !== letters.join()) {
+      this.lettered = letters.join();
+      this.letters.replaceChildren(...letters.map(([letter, colour, words]) => make("span", {}, make("b", { style: `color:var(${colour})` }, letter), ` ${words}`)));
+    }
     this.fillTable();
   }
 

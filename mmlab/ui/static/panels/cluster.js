@@ -11,14 +11,11 @@ PANELS.cluster = class extends Panel {
     this.closing = button(t("Close"), () => this.close(), { title: t("End the engines and everything that the lab has started; a live run ends with it"), class: "mm-stop", sure: true });
     this.said = make("span", { class: "mm-lab-said", role: "status" });
     this.reason = make("p", { class: "mm-reason", role: "alert" });
-    this.engines = make("tbody");
-    this.runs = make("tbody");
+    const wide = (label) => make("div", { class: "mm-wide-table", tabindex: 0, role: "region", "aria-label": label });
+    this.engines = wide(t("Engines"));
+    this.runs = wide(t("Runs of this lab, newest first"));
     this.others = make("p", { class: "mm-lab-others" });
-    const table = (label, names, body) => make("div", { class: "mm-wide-table", tabindex: 0, role: "region", "aria-label": label },
-      make("table", { class: "mm-table" }, make("caption", {}, label), make("thead", {}, make("tr", {}, ...names.map((each) => make("th", { scope: "col" }, each)))), body));
-    this.node.append(make("div", { class: "mm-line" }, this.state, this.line, this.closing, this.said), this.reason,
-      table(t("Engines"), [t("engine"), t("rank"), t("role"), t("does"), t("process"), t("host"), t("memory"), t("processor"), t("alive")], this.engines),
-      table(t("Runs of this lab, newest first"), [t("run"), t("state"), t("step"), t("reason")], this.runs), this.others);
+    this.node.append(make("div", { class: "mm-line" }, this.state, this.line, this.closing, this.said), this.reason, this.engines, this.runs, this.others);
   }
 
   close() {
@@ -36,13 +33,14 @@ PANELS.cluster = class extends Panel {
     put(this.reason, reason);
     const cell = (value, kind) => make("td", { class: kind }, value);
     const alive = { true: `✓ ${t("alive")}`, false: `✕ ${t("dead")}`, null: t("another host") };
-    this.engines.replaceChildren(...rows.map((row) => make("tr", { class: row.alive === false ? "mm-bad" : null }, make("th", { scope: "row" }, String(row.engine)),
-      cell(row.rank ?? "–"), cell(row.role ?? "–"), cell(row.phase ? t(row.phase) : "–"), cell(String(row.pid)), cell(row.host, "mm-host"),
-      cell(bytes(row.memory)), cell(row.cpu === null ? "–" : `${row.cpu} %`), cell(alive[String(row.alive)]))));
-    if (!rows.length) this.engines.replaceChildren(make("tr", {}, make("td", { colspan: 9 }, state === "ended" ? t("the lab has ended") : t("no engine is up yet"))));
-    this.runs.replaceChildren(...runs.map((run) => make("tr", {}, make("th", { scope: "row", class: "mm-host" }, run.name), cell(`${ICONS[run.state] ?? ""} ${t(run.state)}`),
-      cell(t("{0} of {1}", number(run.step, 9), number(run.steps, 9))), cell(run.reason || "–", "mm-host"))));
-    if (!runs.length) this.runs.replaceChildren(make("tr", {}, make("td", { colspan: 4 }, t("no run yet"))));
+    const up = rows.map((row) => [String(row.engine), row.rank ?? "–", row.role ?? "–", row.phase ? t(row.phase) : "–", String(row.pid), cell(row.host, "mm-host"),
+      bytes(row.memory), row.cpu === null ? "–" : `${row.cpu} %`, cell(alive[String(row.alive)], row.alive === false ? "mm-bad" : null)]);
+    const none = (text, columns) => [[make("td", { colspan: columns }, text)]];
+    this.engines.replaceChildren(table([t("engine"), t("rank"), t("role"), t("does"), t("process"), t("host"), t("memory"), t("processor"), t("alive")],
+      rows.length ? up : none(state === "ended" ? t("the lab has ended") : t("no engine is up yet"), 9), { caption: t("Engines"), named: true }));
+    const known = runs.map((run) => [make("th", { scope: "row", class: "mm-host" }, run.name), `${ICONS[run.state] ?? ""} ${t(run.state)}`,
+      t("{0} of {1}", number(run.step, 9), number(run.steps, 9)), cell(run.reason || "–", "mm-host")]);
+    this.runs.replaceChildren(table([t("run"), t("state"), t("step"), t("reason")], runs.length ? known : none(t("no run yet"), 4), { caption: t("Runs of this lab, newest first"), named: true }));
     put(this.others, others.length ? t("other live labs: {0}", others.map((lab) => `${lab.id} (${t(lab.state)}, ${lab.ready}/${lab.engines})`).join(", ")) : "");
     if (state === "ended") this.closing.disabled = true;
   }

@@ -14,12 +14,15 @@ class CompressionGroup {
     this.control = new Control(`compress ${group}`, t("Compression of {0}", t(group)), [make("label", {}, t("compressor")), this.choice, this.apply]);
     this.figures = make("dl", { class: "mm-coded-figures" });
     this.node = make("section", { class: "mm-group", "aria-label": t("Gradients of {0}", t(group)) }, make("h4", {}, t("Gradients of {0}", t(group))),
-      this.control.node, make("div", { class: "mm-ack-lines" }, this.control.line), this.options, this.helped, this.figures);
+      make("div", { class: "mm-compress" }, this.control.node, make("div", { class: "mm-ack-lines" }, this.control.line)), this.options, this.helped, this.figures);
     this.inputs = {};
     this.touched = false;
   }
 
-  help(name) { const known = this.panel.frame.fields?.[name]; put(this.helped, known ? `${name}: ${known.help} ${t("({0})", known.expects)}` : ""); }
+  help(name) { // choices stand in the menu already
+    const known = this.panel.frame.fields?.[name];
+    put(this.helped, known ? `${t(OPTION_NAMES[name] ?? name)}: ${known.help}${known.kind === "choice" ? "" : ` ${t("({0})", known.expects)}`}` : "");
+  }
 
   update(changed) {
     const { compressors = [], chosen = {}, state } = this.panel.frame;

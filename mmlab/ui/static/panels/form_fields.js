@@ -149,9 +149,13 @@ class FormFields {
     const said = JSON.stringify([wrong, problems]);
     if (row.said === said) return;
     row.said = said;
-    const kept = wrong ? [`✕ ${wrong.reason}. `, t("The plan keeps {0}.", this.form.frame[`=${row.one.key}`])] : [];
-    const distinct = [...new Map(problems.map((one) => [one.overrides.join(" "), one])).values()]; // several problems often have one fix
-    const found = [...problems.map((one) => make("span", {}, `⚠ ${one.message}`)), ...distinct.flatMap((one) => this.form.side.fixes(one))];
+    const told = wrong ? [`✕ ${wrong.reason}. ${t("The plan keeps {0}.", this.form.frame[`=${row.one.key}`])}`] : [];
+    const kept = told.map((text) => make("span", { class: "mm-form-typed", title: text }, text));
+    const distinct = new Map(problems.map((one) => [one.overrides.join(" "), one])); // several problems often have one fix
+    const all = problems.map((one) => one.message).join(" ");
+    const more = problems.length > 1 ? [button(t("all {0}", problems.length), () => this.form.side.showProblems(), { class: "mm-form-fix", title: all })] : [];
+    const fixes = [...[...distinct.values()].slice(0, 1).flatMap((one) => this.form.side.fixes(one, true)), ...more];
+    const found = problems.length && !wrong ? [make("span", { title: all }, `⚠ ${problems[0].message}`), make("div", { class: "mm-form-fixes" }, ...fixes)] : [];
     const had = row.why.contains(document.activeElement);
     row.why.replaceChildren(...kept, ...found);
     if (had) row.input.focus({ preventScroll: true }); // the button that was pressed is gone

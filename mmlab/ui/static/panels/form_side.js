@@ -39,8 +39,9 @@ class FormSide {
 
   linked(key) { return make("button", { type: "button", class: "mm-form-link", onclick: () => this.form.fields.go(key), title: t("Go to this field") }, key); }
 
-  /* The buttons that fix a problem: at once where one field changes, else after showing what does. */
-  fixes(problem) {
+  /* The buttons that fix a problem: at once where one field changes, else after showing what does (`row`: among the problems,
+     a row has no room for it). */
+  fixes(problem, row = false) {
     if (!problem.overrides.length) return [];
     const apply = () => { this.form.fields.leave(); this.form.request("fix", { overrides: problem.overrides }); };
     if (problem.changes.length === 1) {
@@ -48,7 +49,8 @@ class FormSide {
       return [button(`${key} ${before || t("empty")} → ${after || t("empty")}`, apply, { class: "mm-form-fix", title: problem.fix, "aria-label": t("Fix: {0} from {1} to {2}", key, before || t("empty"), after || t("empty")) })];
     }
     const shown = make("div", { class: "mm-form-preview" });
-    const open = () => this.ask(shown, problem.changes, apply);
+    const open = () => (row ? this.showProblems() : this.ask(shown, problem.changes, apply));
+    if (row) return [button(t("Fix ({0} changes)…", problem.changes.length), open, { class: "mm-form-fix", title: problem.fix })];
     return [button(t("Fix ({0} changes)…", problem.changes.length), open, { class: "mm-form-fix", title: problem.fix }), shown];
   }
 
@@ -71,9 +73,8 @@ class FormSide {
     const columns = [[t("ranks"), 0], [t("what"), 1], [t("parameters"), 2], [t("weights"), 3], [t("gradients"), 4], [t("optimizer"), 5],
       ...(some(6) ? [[t("gathered"), 6]] : []), ...(some(7) ? [[t("left out"), 7]] : []), [t("activations"), 8], [t("sum"), 9]];
     const cell = (row, index) => (index < 2 ? row[index] : index === 2 ? number(row[2], 12) : row[index] === null ? "?" : row[index] ? bytes(row[index]) : "–");
-    const table = make("table", {}, make("thead", {}, make("tr", {}, ...columns.map(([title]) => make("th", { scope: "col" }, title)))),
-      make("tbody", {}, ...rows.map((row) => make("tr", {}, ...columns.map(([, index]) => make("td", {}, cell(row, index)))))));
-    const scrolled = make("div", { class: "mm-form-scroll", tabindex: "0", role: "group", "aria-label": t("Memory of each rank") }, table);
+    const held = table(columns.map(([title]) => title), rows.map((row) => columns.map(([, index]) => cell(row, index))));
+    const scrolled = make("div", { class: "mm-form-scroll", tabindex: "0", role: "group", "aria-label": t("Memory of each rank") }, held);
     this.memory.replaceChildren(make("h4", {}, t("Memory of each rank"), make("span", {}, t("from shapes and schedule"))), ...(rows.length ? [scrolled] : []), ...notes.map((note) => make("p", { class: "mm-form-soft" }, note)));
   }
 

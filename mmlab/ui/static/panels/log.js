@@ -101,7 +101,7 @@ PANELS.log = class extends Panel {
 
   say() {
     const standing = this.follow.checked ? "" : t(", not following: scroll to the end or tick follow");
-    put(this.said, this.list.childElementCount ? t("{0} lines", this.list.childElementCount) + standing : this.lines.length ? t("no line has that text") : t("no rank has printed anything yet"));
+    put(this.said, this.list.childElementCount ? (this.list.childElementCount === 1 ? t("1 line") : t("{0} lines", number(this.list.childElementCount, 9))) + standing : this.lines.length ? t("no line has that text") : t("no rank has printed anything yet"));
   }
 
   toEnd() { this.list.scrollTop = this.list.scrollHeight; }

@@ -4,6 +4,13 @@ const RANK_BAD = ["dead", "failed", "stopped", "slow", "waiting"];
 const CARD = 62; // px that a rank's card needs at least to be read
 const RAILS = 4; // lanes of an axis that are drawn; what is beyond them is told in words
 
+/* Ranks as people write them: 0-3, 5. */
+function rankSpans(ranks) {
+  const spans = [];
+  for (const rank of ranks) if (spans.at(-1)?.[1] === rank - 1) spans.at(-1)[1] = rank; else spans.push([rank, rank]);
+  return spans.map(([first, last]) => (first === last ? first : `${first}-${last}`)).join(", ");
+}
+
 PANELS.placement = class extends Panel {
   static title = "Placement";
 
@@ -52,11 +59,19 @@ PANELS.placement = class extends Panel {
   tell() {
     const { now, state } = this.frame;
     const found = RANK_BAD.flatMap((each) => now.flatMap(([how], rank) => (how === each ? [rank] : [])));
-    const lines = found.slice(0, 6).map((rank) => `${RANK_STATES[now[rank][0]]} ${this.label(rank)}: ${t(now[rank][0])}; ${this.doing(rank)}`);
-    if (found.length > 6) lines.push(t("and {0} more ranks", found.length - 6));
+    const alike = new Map(); // what is said: the ranks of which it is
+    for (const rank of found) {
+      const said = `${t(now[rank][0])}; ${this.doing(rank)}`;
+      alike.set(said, [...(alike.get(said) ?? []), rank]);
+    }
+    const named = (ranks) => (ranks.length === 1 ? this.label(ranks[0]) : t("ranks {0}", rankSpans(ranks)));
+    const groups = [...alike].slice(0, 6);
+    const lines = groups.map(([said, ranks]) => `${RANK_STATES[now[ranks[0]][0]]} ${named(ranks)}: ${said}`);
+    const rest = found.length - groups.reduce((sum, [, ranks]) => sum + ranks.length, 0);
+    if (rest) lines.push(t("and {0} more ranks", rest));
     const alive = now.filter(([how]) => how === "alive").length;
     if (!found.length) lines.push(ENDED.includes(state) || !alive ? t("State of the run: {0}", t(state)) : alive === now.length ? t("All {0} ranks are alive.", alive) : t("{0} of {1} ranks are alive.", alive, now.length));
-    if (this.alarm.textContent !== lines.join("")) this.alarm.replaceChildren(...lines.map((line, index) => make("p", { class: found.length && now[found[index]]?.[0] !== "waiting" ? "mm-bad" : null }, line)));
+    if (this.alarm.textContent !== lines.join("")) this.alarm.replaceChildren(...lines.map((line, index) => make("p", { class: found.length && now[groups[index]?.[1][0]]?.[0] !== "waiting" ? "mm-bad" : null }, line)));
   }
 
   /* ---- the picture ---- */

@@ -25,6 +25,8 @@ PANELS.samples = class extends Panel {
   showSteps() {
     const newest = this.frame.folder;
     this.choice.replaceChildren(...[...this.steps].reverse().map(([folder, step, time]) => make("option", { value: folder }, folder === newest ? t("{0} (newest)", number(step, 9)) : `${number(step, 9)}  ${time}`)));
+    if (!this.steps.length) this.choice.replaceChildren(make("option", { value: "" }, t("none yet")));
+    this.choice.disabled = !this.steps.length;
     this.choice.value = this.folder ?? "";
     const at = this.steps.findIndex(([folder]) => folder === this.folder);
     this.back.disabled = at <= 0;

@@ -123,11 +123,10 @@ PANELS.schedule = class extends Panel {
   }
 
   list(plan, found) {
-    const head = make("tr", {}, ...[t("rank"), t("role"), t("not computing, as planned"), ...(found ? [t("as measured")] : [])].map((text) => make("th", { scope: "col" }, text)));
-    const row = (first, second, values) => make("tr", {}, make("th", { scope: "row" }, first), ...[second, ...values].map((text) => make("td", {}, text)));
-    const rows = this.frame.rows.map(([rank, label], at) => row(String(rank), label, [plan.idle[at], ...(found ? [found.idle[at]] : [])].map(lanePercent)));
-    const total = row(t("stages"), t("bubble"), [plan.bubble, ...(found ? [found.bubble] : [])].map(lanePercent));
-    this.cells.replaceChildren(make("table", {}, make("thead", {}, head), make("tbody", {}, ...rows, total)), ...(this.frame.ideal ? [make("p", {}, `${lanePercent(this.frame.ideal.share)} = ${this.frame.ideal.formula}: ${t(this.frame.ideal.given)}`)] : []));
+    const shares = (planned, measured) => [planned, ...(found ? [measured] : [])].map(lanePercent);
+    const rows = this.frame.rows.map(([rank, label], at) => [String(rank), label, ...shares(plan.idle[at], found?.idle[at])]);
+    rows.push([t("stages"), t("bubble"), ...shares(plan.bubble, found?.bubble)]);
+    this.cells.replaceChildren(table([t("rank"), t("role"), t("not computing, as planned"), ...(found ? [t("as measured")] : [])], rows, { named: true }), ...(this.frame.ideal ? [make("p", {}, `${lanePercent(this.frame.ideal.share)} = ${this.frame.ideal.formula}: ${t(this.frame.ideal.given)}`)] : []));
   }
 
   /* ---- what is pointed at ---- */
@@ -205,8 +204,8 @@ PANELS.schedule = class extends Panel {
     if (this.moment.dataset.columns !== `${rows.length},${shown.length}`) {
       this.moment.dataset.columns = `${rows.length},${shown.length}`;
       this.words_ = rows.map(() => shown.map(() => make("td")));
-      this.moment.replaceChildren(make("table", {}, make("caption", {}, t("At this moment")), make("thead", {}, make("tr", {}, ...[t("rank"), t("as planned"), ...(shown.length > 1 ? [t("as measured")] : [])].map((text) => make("th", { scope: "col" }, text)))),
-        make("tbody", {}, ...rows.map(([rank, label], row) => make("tr", {}, make("th", { scope: "row" }, `${rank} ${label}`), ...this.words_[row])))));
+      this.moment.replaceChildren(table([t("rank"), t("as planned"), ...(shown.length > 1 ? [t("as measured")] : [])], rows.map(([rank, label], row) => [`${rank} ${label}`, ...this.words_[row]]),
+        { caption: t("At this moment"), named: true }));
     }
     rows.forEach((_, row) => shown.forEach((lanes, column) => {
       const [text, waits] = this.does(lanes, row, time / lanes.look.scale);
