@@ -20,7 +20,8 @@ from mmlab.cluster.browsing import Browsed
 from mmlab.cluster.client import LabView, check_profile
 from mmlab.cluster.registry import CLOSE, LabPaths
 from mmlab.errors import LabError, MmlabError, PlanError
-from mmlab.messages import Command, read_json
+from mmlab.messages import Command, EventLog, RunPaths, read_json
+from mmlab.messages.events import last_state
 from mmlab.messages.runs import create_run, runs_root
 from mmlab.plan import Plan, check_platform
 from mmlab.plan.tables import html_table
@@ -283,39 +284,54 @@ class Lab(ShownLab):
         plan = plan if isinstance(plan, Plan) else Plan.load(plan)
         plan.check().raise_if_any()
         self._check_fits(plan)
+        self._check_free()
         paths = create_run(runs_root(), plan.name, plan.dumps(), plan.world_size, plan.train.steps)
         run = Run(paths.root, self)
         self._launch(run, restore=None)
         return run
 
     def _check_fits(self, plan: Plan) -> None:
-        """PlanError for a plan of another profile, LabError where this lab has ended or is busy."""
+        """PlanError for a plan of another profile, LabError where this lab has ended."""
         if plan.cluster.profile not in ("", self._config.get("profile", "")):
             name = plan.cluster.profile
             raise PlanError(f'cluster.profile = "{name}": this lab is of another; use mmlab.Lab(profile="{name}")')
-        self._check_free()
+        self._check_lives()
 
-    def _check_free(self, restarted: Path | None = None) -> None:
+    def _check_lives(self) -> None:
         if self.status()["state"] == "ended":
             raise LabError(f"lab {self.id} has ended; start another with mmlab.Lab()")
+
+    def _busy_with(self, restarted: Path | None = None) -> Run | None:
+        """A run that has this lab, and has not been told to stop."""
         for run in [Run(folder) for folder in self._folders() if folder != restarted]:
             if not run._record.stopping() and run.status()["state"] not in ENDED:
-                raise LabError(
-                    f"lab {self.id} is busy with run {run.id}; run.stop() and run.wait() first, or Lab() anew"
-                )
+                return run
+        return None
 
-    def _launch(self, run: Run, restore: str | None) -> None:
-        """Have the keeper start the next generation of a run."""
-        self._check_free(run.dir)
-        paths = run._record.paths
+    def _check_free(self, restarted: Path | None = None) -> None:
+        self._check_lives()
+        if (run := self._busy_with(restarted)) is not None:
+            raise LabError(f"lab {self.id} is busy with run {run.id}; run.stop() and run.wait() first, or Lab() anew")
+
+    def _launch(self, run: Run, restore: str | None, queue: bool = False) -> None:
+        """Have the keeper start the next generation of a run; with `queue`, when what has the lab has ended."""
+        paths, before = run._record.paths, None
+        if queue:
+            self._check_lives()
+            before = self._busy_with(run.dir)
+        else:
+            self._check_free(run.dir)
         lab = {"root": str(self._paths.root), "host": registry.this_process()["host"]}
         generation = next_generation(run._record, lab)
         run._seen_failed = False
         self.run = run
         limits = {name: getattr(run.plan.cluster, name) for name in ("idle_timeout", "start_timeout")}
-        registry.ask(
-            self._paths, "launch", run_dir=str(paths.root), generation=generation, restore=restore, limits=limits
-        )
+        arguments = {"run_dir": str(paths.root), "generation": generation, "restore": restore, "limits": limits}
+        if before is not None:
+            log = EventLog(paths.events)
+            log.emit("state", state="queued", step=0, reason=f"waits for the end of run {before.id}")
+            log.close()
+        registry.ask(self._paths, "launch", **arguments, after=before is not None)
         shell = current_shell()
         if in_kernel() and shell is not None:
             report_unseen(shell, run._record, lambda: run._seen_failed)
@@ -349,10 +365,14 @@ class Lab(ShownLab):
     ) -> None:
         """Stop what is unfinished, then close."""
         try:
-            with contextlib.suppress(MmlabError):  # it has ended
-                if self.run is not None:
-                    self.run.stop()
-                    self.run.wait(timeout=STOP, progress=False)
+            folders = [folder for folder in self._folders() if last_state(RunPaths(folder).events) not in ENDED]
+            unfinished = [Run(folder, self) for folder in folders[::-1]]  # what is queued first
+            for run in unfinished:
+                with contextlib.suppress(MmlabError):  # it has ended
+                    run.stop()
+            for run in unfinished:
+                with contextlib.suppress(MmlabError):
+                    run.wait(timeout=STOP, progress=False)
         finally:  # an impatient Ctrl-C too leaves nothing behind
             self.close()
 

@@ -58,7 +58,8 @@ export class Model {
    */
   get active(): IRun | null {
     const chosen = this.runs.find(run => run.key === this.chosen);
-    return chosen ?? this.runs.find(run => !hasEnded(run)) ?? this.runs[0] ?? null;
+    const atWork = this.runs.find(run => !hasEnded(run) && run.state !== 'queued'); // a queued one waits for its end
+    return chosen ?? atWork ?? this.runs.find(run => !hasEnded(run)) ?? this.runs[0] ?? null;
   }
 
   /** Make a run the active one. */

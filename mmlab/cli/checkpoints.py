@@ -78,4 +78,7 @@ def branch(
     if not Lab.live():
         branch_run(found, given, step, name)
         return
-    console().print(f"run {found.branch(*given, step=step, name=name).dir}", markup=False, soft_wrap=True)
+    new = found.branch(*given, step=step, name=name)
+    console().print(f"run {new.dir}", markup=False, soft_wrap=True)
+    if (status := new.status())["state"] == "queued" and status["reason"]:
+        console().print(f"queued: {status['reason']}", markup=False)

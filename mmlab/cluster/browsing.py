@@ -148,8 +148,9 @@ class Browsed(Steered):
 
         The model and the place in the data are the checkpoint's, so `model` and `data.lanes` stay. The new run has the
         checkpoint as its own and this run as "parent" in its `run.json`; it is started on the engines of `lab`, else
-        of this run's, else of the only live one. PlanError with the reasons, CheckpointError when there is none such,
-        LabError when the lab is busy.
+        of this run's, else of the only live one. Where a run has that lab, the new one is queued until that has ended,
+        and its status says so: `lab=mmlab.Lab()` starts it at once. PlanError with the reasons, CheckpointError when
+        there is none such, LabError when no lab lives.
         """
         plan, source = self._branched(step, name, changes)
         home = lab or self._home()
@@ -173,7 +174,7 @@ class Browsed(Steered):
                 raise CheckpointError(f"checkpoint {parent['name']} cannot be taken over: {error}") from None
             undone.pop_all()
         run = type(self)(paths.root, home)
-        home._launch(run, restore=parent["name"])
+        home._launch(run, restore=parent["name"], queue=True)
         return run
 
     def _branched(self, step: int | None, name: str, changes: Sequence[Change]) -> tuple[Plan, Any]:

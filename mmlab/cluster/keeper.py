@@ -23,7 +23,17 @@ from mmlab.cluster.elastic import grow_back, shrink
 from mmlab.cluster.engine_info import EngineLost
 from mmlab.cluster.engine_main import KEEPER
 from mmlab.cluster.engines import Engines
-from mmlab.cluster.launching import ActiveRun, Lacking, Stopped, bring_and_send, go_on, launch, refuse, take_over
+from mmlab.cluster.launching import (
+    ActiveRun,
+    Lacking,
+    Stopped,
+    bring_and_send,
+    go_on,
+    launch,
+    refuse,
+    stop_requested,
+    take_over,
+)
 from mmlab.cluster.processes import MARK, end_all
 from mmlab.cluster.recovery import fall_back, recover, tidy
 from mmlab.cluster.registry import (
@@ -153,13 +163,27 @@ class Keeper:
         """The thread that starts runs, one after the other: it may wait for engines."""
         while True:
             with self._wake:
-                while not self._pending:
-                    self._wake.wait()
-                run = self._pending.pop(0)
+                while (run := self._next()) is None:
+                    self._wake.wait(TICK if self._pending else None)
+                self._pending.remove(run)
             try:
                 self._start(run)
             except Exception as error:  # a full disk, say: this thread goes on, other runs need it
                 self._give_up(run, error)
+
+    def _next(self) -> ActiveRun | None:
+        """The run to start: the first that waits for none, else the first that waited for what has ended, or that was
+        stopped meanwhile. What a run that failed goes on as is before those that wait for its end."""
+        for run in self._pending:
+            others = [other for other in self.runs if other is not run and not other.after]
+            if (
+                not run.after
+                or stop_requested(run, answer=False)
+                or all(other.ended and other.again is None for other in others)
+            ):
+                run.after = False
+                return run
+        return None
 
     def _start(self, run: ActiveRun) -> None:
         try:

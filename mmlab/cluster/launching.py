@@ -103,6 +103,8 @@ class ActiveRun:
     """Whether somebody waits for the engines of its full layout."""
     tidied: bool = False
     """Whether nothing of it is on its way any more, since it has ended."""
+    after: bool = False
+    """Whether it waits until every other run of the lab has ended."""
 
     def emit(self, kind: str, **fields: Any) -> None:
         """Append an event in the name of the lab. Where it cannot be written, the lab goes on and ends all the same."""
@@ -147,7 +149,7 @@ def take_over(request: dict[str, Any]) -> ActiveRun:
         raise LabError(f"{paths.root} holds no run.json")
     run = ActiveRun(paths, int(request["generation"]), request.get("restore"), int(info["world_size"]))
     run.read()
-    run.state, run.stepped = "queued", False
+    run.state, run.stepped, run.after = "queued", False, bool(request.get("after"))
     with contextlib.suppress(MmlabError):  # the ranks say what is wrong with it
         run.cluster = Plan.load(paths.plan).cluster
     mine = {"keeper": this_process(), "recovers": run.cluster.max_recoveries > 0}
@@ -209,14 +211,15 @@ def launch(run: ActiveRun, engines: Engines, idle: Callable[[], bool], closing: 
     What goes wrong once ranks have been told to start is written down as a failure of the run. Before that: LabError
     when the engines cannot be had; Stopped when the run is stopped, or the lab closed, while it waits.
     """
-    engines.ensure(run.world + run.cluster.spares)
-    if run.recovering is None:
-        run.emit("state", state="starting", reason=f"waiting for {run.world} engines")
 
     def check() -> None:
         if closing() or stop_requested(run):
             raise Stopped
 
+    check()  # before engines are started for a run that was stopped while it was queued
+    engines.ensure(run.world + run.cluster.spares)
+    if run.recovering is None:
+        run.emit("state", state="starting", reason=f"waiting for {run.world} engines")
     _end_hung(run, engines)
     team = _gather(run, engines, idle, check)
     info = read_json(run.paths.run) or {}
@@ -371,12 +374,13 @@ def bring_and_send(run: ActiveRun, engines: Engines, n: int, command: Command, c
     send(run.paths.control, command)  # a run that has ended leaves it to the next generation, which refuses it
 
 
-def stop_requested(run: ActiveRun) -> bool:
+def stop_requested(run: ActiveRun, answer: bool = True) -> bool:
     """Whether a stop waits in the run's inbox; only for runs that have not started, whose rank 0 would read it."""
     inbox = Inbox(run.paths.control)
     for command in inbox.pending():
         if command.verb in ("stop", "abort"):
-            inbox.answer(Ack(command.id, True, run.step, [], "stopped before it started", time.time()))
+            if answer:
+                inbox.answer(Ack(command.id, True, run.step, [], "stopped before it started", time.time()))
             return True
     return False
 

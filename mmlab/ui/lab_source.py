@@ -49,6 +49,11 @@ class LabSource:
         return self.state == "ended"
 
     @property
+    def reading(self) -> float | None:
+        """What its keeper wrote is read at once."""
+        return None
+
+    @property
     def cuts(self) -> int:
         """Nothing that was told is taken back."""
         return 0
@@ -62,7 +67,7 @@ class LabSource:
             self.info = self.lab.info() or ({} if self.ended else self.info)
             found = [self._run(Path(folder)) for folder in self.info.get("runs", [])[-RUNS:]]
             self.runs = [row for row in found if row]
-            ranks = self.runs[-1]["ranks"] if self.runs else []
+            ranks: list[Any] = next((row["ranks"] for row in self.runs[::-1] if row["state"] != "queued"), [])
             by_engine = {rank["engine"]: rank for rank in ranks}
             self.engines = [self._engine(up, by_engine.get(up["engine"], {})) for up in self.info.get("up", [])]
             self.others = self._others()

@@ -44,13 +44,26 @@ def test_from_a_checkpoint_to_a_branch(small_lab, run):
     assert run.plan.parallel.tp == 2
     run.checkpoint("wide").wait()
     _they_are_compared(run)
-    with pytest.raises(LabError, match="is busy"):
-        run.branch("train.steps=9", name="early")
+    dropped, branch = (_queued(run, early) for _ in range(2))
+    dropped.stop()
+    dropped.wait(timeout=10)
+    assert (dropped.status()["state"], dropped.status()["reason"]) == ("stopped", "stopped before it started")
+    with pytest.raises(LabError, match="is busy with run"):
+        small_lab.train(run.plan)
     run.stop().wait()
     run.wait(timeout=60)
+    branch.wait(timeout=60)
+    assert [row["step"] for row in branch.metrics()] == [early["step"] + 1]
     assert run.ledger().ok
     _another_layout_after_the_end(run)
     _a_branch(small_lab, run, early)
+
+
+def _queued(run, early):
+    branch = run.branch(f"train.steps={early['step'] + 1}", name="early")
+    assert branch.status()["state"] == "queued"
+    assert branch.status()["reason"].startswith(f"waits for the end of run {run.id}")
+    return branch
 
 
 def _they_are_compared(run):
@@ -84,7 +97,7 @@ def _a_branch(lab, run, early):
     kept = run._record.paths.checkpoints
     steps = early["step"] + 3
     branch = run.branch("parallel.tp=2", "train.language.lr=5e-5", f"train.steps={steps}", name="early")
-    assert run.branches()[0]["run"] == branch.id
+    assert branch.id in [each["run"] for each in run.branches()]
     for row in run.checkpoints():
         run.delete_checkpoint(row["name"])  # the branch has what it needs
     assert list((kept / FROZEN).iterdir()) == []

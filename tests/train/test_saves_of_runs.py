@@ -5,6 +5,7 @@ import random
 import shutil
 import signal
 import subprocess
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ import torch
 from live import LiveRun, make_plan
 
 from mmlab.cluster.pool import RankPool
+from mmlab.lab import Run
 from mmlab.messages import EventLog, read_events
 from mmlab.tracking import checkpoints
 from mmlab.tracking.record import RunRecord
@@ -243,6 +245,12 @@ def test_a_run_keeps_its_checkpoints_in_s3(shards, tmp_path, monkeypatch):
             rows = RunRecord(tmp_path / "run").checkpoints()
             assert [row["step"] for row in rows] == [4, 6]
             assert rows[0]["path"] == f"s3://kept/runs/run/{rows[0]['name']}"
+            branch = branched_off(tmp_path / "run", rows[0]["name"], monkeypatch)
+            (begun,) = branch.checkpoints()
+            assert begun["path"] == f"s3://kept/runs/{branch.id}/{rows[0]['name']}"
+            going_on = LiveRun(pool, branch.plan, branch.dir, generation=1, restore=begun["name"])
+            assert going_on.join() == ["finished"] * 3
+            assert [event["step"] for event in going_on.events("step")] == [5, 6, 7]
             again = LiveRun(pool, plan, tmp_path / "run", generation=2, restore=rows[0]["name"])
             assert again.join() == ["finished"] * 3
         lineage = again.events("lineage")[-1]["id"]
@@ -252,6 +260,13 @@ def test_a_run_keeps_its_checkpoints_in_s3(shards, tmp_path, monkeypatch):
     finally:
         server.stop()
         s3fs.S3FileSystem.clear_instance_cache()
+
+
+def branched_off(folder, name, monkeypatch):
+    """A run that goes on for three steps from a checkpoint of step 4, on ranks of the test's own."""
+    monkeypatch.setenv("MMLAB_RUNS", str(folder.parent / "branches"))
+    lab = SimpleNamespace(_check_fits=lambda plan: None, _launch=lambda run, restore: None)
+    return Run(folder).branch("train.steps=7", name=name, lab=lab)
 
 
 def test_random_streams_stand_where_they_were_saved():

@@ -53,6 +53,18 @@ def sidebar_of_checkout(folder: Path) -> dict[str, str]:
     return {"JUPYTER_PATH": str(folder / "share"), "JUPYTER_CONFIG_PATH": str(ROOT / "jupyter-config")}
 
 
+def in_chinese(folder: Path) -> dict[str, str]:
+    """Have JupyterLab in `folder` speak Chinese; the environment in which it finds this checkout's catalogue."""
+    settings = folder / "settings" / "@jupyterlab" / "translation-extension"
+    settings.mkdir(parents=True)
+    (settings / "plugin.jupyterlab-settings").write_text(json.dumps({"locale": "zh_CN"}))
+    entry = folder / "entry" / "mmlab_of_checkout-0.dist-info"
+    entry.mkdir(parents=True)
+    (entry / "METADATA").write_text("Metadata-Version: 2.1\nName: mmlab-of-checkout\nVersion: 0\n")
+    (entry / "entry_points.txt").write_text("[jupyterlab.locale]\nmmlab = mmlab.server\n")
+    return {"PYTHONPATH": os.pathsep.join([str(ROOT), str(entry.parent)])}
+
+
 def write_notebook(path: Path, *cells: str) -> None:
     """A notebook of code cells."""
     made = [nbformat.v4.new_code_cell(cell) for cell in cells]

@@ -76,6 +76,18 @@ def test_a_page_shows_a_lab_and_closes_it(lab: Lab, tmp_path: Path, monkeypatch:
         assert "vision 0" in rows.first.inner_text()
         assert serious(page) == []
         assert "another host" in rows.nth(1).inner_text()
+        page.get_by_label("Engines in all").fill("2")
+        page.get_by_role("button", name="Grow").click()
+        stage.until(lambda: "has 3 engines, and a lab only grows" in page.locator(".mm-lab-said").inner_text())
+        page.get_by_label("Engines in all").fill("")
+        noted = {**lab.info(), "engines": 4}
+        monkeypatch.setattr(
+            registry, "ask", lambda paths, verb, n: registry.write_private(paths.state, noted | {"n": n})
+        )
+        page.get_by_role("button", name="Grow").click()  # one more
+        stage.until(lambda: "starting engines until there are 4" in page.locator(".mm-lab-said").inner_text())
+        assert lab.info()["n"] == 4
+        stage.shot(tmp_path / "grow.png")
         page.get_by_role("button", name="Close").click()
         stage.pump()
         assert closed == []

@@ -18,7 +18,7 @@ from playwright.sync_api import Page, expect
 from mmlab.lab import Lab, Run
 from mmlab.messages import Inbox
 from mmlab.plan import Plan
-from ui.jupyterlab import TOKEN, jupyterlab, keep_shot, serious, wait_for
+from ui.jupyterlab import TOKEN, in_chinese, jupyterlab, keep_shot, serious, wait_for
 from ui.stage import browser_page
 from ui.synthetic import SyntheticRun
 
@@ -97,11 +97,15 @@ def test_ends_are_told_once_and_silence_is_noticed(tmp_path: Path, stack: contex
     attempts.clear()
     page.wait_for_timeout(8_000)
     assert len(attempts) <= 2
-    with jupyterlab(tmp_path, port=int(address.rpartition(":")[2])):
+    with jupyterlab(tmp_path, port=int(address.rpartition(":")[2]), **in_chinese(tmp_path)):
         runs.append(started(tmp_path, "after-the-restart"))
         page.evaluate("window.dispatchEvent(new Event('focus'))")  # somebody looks: sooner than the next attempt
         expect(side.locator(".mmlab-run")).to_have_count(4, timeout=40_000)
         expect(side.locator(".mmlab-trouble")).to_have_text("")
+        page.reload()
+        expect(side.get_by_role("button", name="紧急停止…")).to_be_visible(timeout=60_000)
+        expect(page.locator("#jp-main-statusbar .mmlab-status")).to_contain_text("运行中")
+        keep_shot(page, tmp_path / "sidebar-zh.png")
     for run in runs:
         run.close()
 

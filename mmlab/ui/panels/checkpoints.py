@@ -148,7 +148,10 @@ class Checkpoints(RunPanel):
                 return {"text": f"restore {name}: sent, waits for the end of the step under way", "id": done.id}
             return {"text": f"the run starts again from {name}"}
         if verb == "branch":
-            return {"text": f"run {run.branch(*changes, name=name).id} starts from {name}"}
+            new = run.branch(*changes, name=name)
+            waits = new.status()["reason"]
+            return {"text": f"run {new.id} {waits}, then starts from {name}" if waits.startswith("waits for the end")
+                    else f"run {new.id} starts from {name}"}  # fmt: skip
         if verb == "rename":
             row = run.rename_checkpoint(name, str(args.get("new", "")))
             return {"text": f"{name} is now {row['name']}, and kept", "name": row["name"]}

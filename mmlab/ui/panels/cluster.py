@@ -14,13 +14,13 @@ HEADER = ("engine", "pid", "host", "memory", "rank", "role", "alive")
 
 
 class Cluster(Panel):
-    """State, engines and runs of a lab, and the button that closes it."""
+    """State, engines and runs of a lab; more engines for it, and the button that closes it."""
 
     name = "cluster"
     title = "Lab"
     spoken = ("reason", "runs.*.reason")
     every = 1.0
-    slow = frozenset({"close"})
+    slow = frozenset({"close", "grow"})
 
     def __init__(self, source: LabSource) -> None:
         self.source = source
@@ -32,10 +32,13 @@ class Cluster(Panel):
         return {**source.status, "rows": source.engines, "runs": runs[::-1], "others": source.others}
 
     def handle(self, verb: str, args: dict[str, Any]) -> Any:
-        """`close`: end the engines and everything that the lab has started."""
-        if verb != "close":
+        """`grow`: start engines until there are args["engines"]. `close`: end them and all that the lab has started."""
+        if verb == "grow":
+            self.source.lab.grow(args.get("engines"))
+        elif verb == "close":
+            self.source.lab.close()
+        else:
             raise ValueError(f"unknown request {verb!r}")
-        self.source.lab.close()
         return {"state": self.source.lab.status()["state"]}
 
     def _line(self) -> str:

@@ -1,4 +1,4 @@
-/* A lab: state, engines with the ranks on them, runs; closing it. */
+/* A lab: state, engines with the ranks on them, runs; more engines for it; closing it. */
 const LAB_ICONS = { ready: "▶", starting: "…", queued: "…", failed: "✕", ended: "■" };
 
 PANELS.cluster = class extends Panel {
@@ -9,13 +9,22 @@ PANELS.cluster = class extends Panel {
     this.state = make("span", { class: "mm-state", role: "status" }, "…");
     this.line = make("span", { class: "mm-lab-line" });
     this.closing = button(t("Close"), () => this.close(), { title: t("End the engines and everything that the lab has started; a live run ends with it"), class: "mm-stop", sure: true });
+    this.wanted = field({ type: "number", min: 1, step: 1, class: "mm-lab-wanted", "aria-label": t("Engines in all") }, () => this.grow());
+    this.growing = button(t("Grow"), () => this.grow(), { title: t("Start engines until the lab has as many; it only grows, and the run at work goes on as it is") });
     this.said = make("span", { class: "mm-lab-said", role: "status" });
     this.reason = make("p", { class: "mm-reason", role: "alert" });
     const wide = (label) => make("div", { class: "mm-wide-table", tabindex: 0, role: "region", "aria-label": label });
     this.engines = wide(t("Engines"));
     this.runs = wide(t("Runs of this lab, newest first"));
     this.others = make("p", { class: "mm-lab-others" });
-    this.node.append(make("div", { class: "mm-line" }, this.state, this.line, this.closing, this.said), this.reason, this.engines, this.runs, this.others);
+    const growing = make("span", { class: "mm-lab-grow" }, this.wanted, this.growing);
+    this.node.append(make("div", { class: "mm-line" }, this.state, this.line, growing, this.closing, this.said), this.reason, this.engines, this.runs, this.others);
+  }
+
+  grow() {
+    const engines = Number(this.wanted.value || this.wanted.placeholder);
+    this.ask("grow", { engines }, () => put(this.said, t("the kernel runs a cell and starts them afterwards; from a terminal: mmlab grow {0} {1}", this.frame.id, engines))).then(
+      () => { put(this.said, t("starting engines until there are {0}", engines)); this.wanted.value = ""; }, (refusal) => put(this.said, refusal.message));
   }
 
   close() {
@@ -42,6 +51,8 @@ PANELS.cluster = class extends Panel {
       t("{0} of {1}", number(run.step, 9), number(run.steps, 9)), cell(run.reason || "–", "mm-host")]);
     this.runs.replaceChildren(table([t("run"), t("state"), t("step"), t("reason")], runs.length ? known : none(t("no run yet"), 4), { caption: t("Runs of this lab, newest first"), named: true }));
     put(this.others, others.length ? t("other live labs: {0}", others.map((lab) => `${lab.id} (${t(lab.state)}, ${lab.ready}/${lab.engines})`).join(", ")) : "");
+    if (engines) this.wanted.placeholder = String(engines + 1);
+    for (const each of [this.wanted, this.growing]) each.disabled = state === "ended";
     if (state === "ended") this.closing.disabled = true;
   }
 };
