@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import shutil
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -107,15 +105,6 @@ def test_a_cell_holds_board_picture_and_text(shown: Dashboard, screen: Screen) -
     (output,) = screen.outputs.values()
     assert set(output) == {dashboards.OUTLIVES, "application/vnd.jupyter.widget-view+json", "image/png", "text/plain"}
     assert "running, step 5" in output["text/plain"]
-
-
-def test_a_cell_tells_colab_which_manager_it_needs(shown: Dashboard, monkeypatch: pytest.MonkeyPatch) -> None:
-    manager = SimpleNamespace(_installed_url="https://manager")
-    colab = SimpleNamespace(_widgets=manager, enable_custom_widget_manager=lambda: None)
-    monkeypatch.setitem(sys.modules, "google.colab.output", colab)
-    _, metadata = shown.bundle()
-    told = metadata["application/vnd.jupyter.widget-view+json"]
-    assert told == {"colab": {"custom_widget_manager": {"url": "https://manager"}}}
 
 
 def test_a_view_gets_history_then_increments(shown: Dashboard, screen: Screen, started: SyntheticRun) -> None:
