@@ -6,14 +6,16 @@ Memory is bounded whatever the length of the run. A feed belongs to one thread.
 from __future__ import annotations
 
 import math
+import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from mmlab.messages import ENDED, PHASES, Event, RunPaths, read_events
 from mmlab.messages.checkpoints import chain
-from mmlab.messages.events import last_steps, live_values, parse_event, read_lines
+from mmlab.messages.events import last_events, last_steps, live_values, parse_event, read_lines
 from mmlab.plan import Plan, set_live
 from mmlab.tracking.bottleneck import SKIPPED
 from mmlab.tracking.compression import CompressionTrail
@@ -21,8 +23,8 @@ from mmlab.tracking.record import RunRecord
 from mmlab.ui.series import Series
 from mmlab.ui.words import clock, event_text
 
-READ_LIMIT = 1024 * 1024
-"""Bytes of the event log read at once."""
+READ_LIMIT = 256 * 1024
+"""Bytes of the event log read at once: 5 ms of work."""
 PIECE = 256 * 1024
 """Bytes of the log of which it is known, at least, which steps lie in them."""
 STEP_CURVES = ("loss", "tokens_per_s", "images_per_s", "grad_norm_total", "data_wait")
@@ -122,6 +124,9 @@ class Feed:
         self.record = RunRecord(self.paths.root)
         self.state = "queued"
         self.reason = ""
+        self.reading: float | None = None
+        """The share of the log that has been read, while that takes several calls; else None."""
+        self._said = (self.state, self.reason)
         self.step = 0
         self.steps = self.plan.train.steps
         self.rates = {name: getattr(self.plan.train, name).lr for name in ("vision", "projector", "language")}
@@ -146,7 +151,6 @@ class Feed:
         self.cuts = 0
         self._lineages: list[Event] = []
         self._index = StepIndex()
-        self._phases: deque[list[list[float]]] = deque(maxlen=WINDOW)
         self._names: list[str] = []
         self._steps: list[float] = []
         self._rows: list[list[float]] = []
@@ -161,12 +165,21 @@ class Feed:
         """The plan with what commands and restores have made of its live fields."""
         return set_live(self.plan, self.values) if self.values else self.plan
 
-    def read(self, on_event: Callable[[Event], None] | None = None) -> int:
-        """Take in what is new in the event log; the number of events. `on_event` sees each."""
-        count = 0
+    def read(self, on_event: Callable[[Event], None] | None = None, seconds: float = math.inf) -> int:
+        """Take in what is new in the event log; the number of events. `on_event` sees each.
+
+        After about so many seconds it leaves the rest for another call: `reading` then says how much has been read.
+        Meanwhile state and reason are already those of the log's end, all else is as it was there.
+        """
+        count, began, end = 0, self._offset, time.perf_counter() + seconds
         while True:
             lines, after = read_lines(self.paths.events, self._offset, READ_LIMIT)
             if after == self._offset:
+                if self.reading is not None:
+                    self.reading, (self.state, self.reason) = None, self._said
+                return count
+            if self._offset > began and time.perf_counter() > end:
+                self._stop_short()
                 return count
             start, self._offset = self._offset, after
             steps = []
@@ -182,6 +195,23 @@ class Feed:
                     on_event(event)
             self._index.note(start, after, steps)
             self._draw()
+
+    @property
+    def unread(self) -> int:
+        """Bytes of the event log that are still to be read."""
+        with suppress(FileNotFoundError):
+            return self.paths.events.stat().st_size - self._offset
+        return 0
+
+    def _stop_short(self) -> None:
+        """Say how much has been read of a log that takes several calls, and what its end says of the state."""
+        events = last_events(self.paths.events)
+        said = [event for event in events if event["kind"] == "state"]
+        if said:
+            self.state, self.reason = said[-1]["state"], said[-1].get("reason") or ""
+        elif any(event["kind"] == "step" for event in events):
+            self.state, self.reason = "running", ""
+        self.reading = self._offset / max(1, self._offset + self.unread)
 
     def look(self) -> None:
         """Ask the record for the state that beacons and processes tell (a dead rank writes no event)."""
@@ -217,12 +247,13 @@ class Feed:
 
     @property
     def ended(self) -> bool:
-        """Whether the run is over."""
-        return self.state in ENDED
+        """Whether the run is over, and its log read."""
+        return self.state in ENDED and self.reading is None
 
     def phases(self) -> list[list[float]]:
-        """Seconds of each phase of `messages.PHASES` by rank, mean over the last steps; empty without telemetry."""
-        rows = list(self._phases)
+        """Seconds of each phase of `messages.PHASES` by rank, mean over the last steps of the present layout; empty
+        without telemetry."""
+        rows = [event["phases"] for event in self.last_steps if event.get("phases")][-WINDOW:]
         if not rows:
             return []
         ranks = len(rows[-1])
@@ -242,7 +273,7 @@ class Feed:
             self._take_step(event)
             return
         if kind == "state":
-            self.state, self.reason = event.get("state", self.state), event.get("reason") or ""
+            self.state, self.reason = self._said = event["state"], event.get("reason") or ""
             self.states.append(event)
         elif kind == "lineage":
             self._take_lineage(event)
@@ -275,8 +306,6 @@ class Feed:
         self._take_points(event)
         if self.first_loss is None:
             self.first_loss = event.get("loss")
-        if phases := event.get("phases"):
-            self._phases.append(phases)
 
     def _take_eval(self, event: Event) -> None:
         self.evals.append(event)
@@ -310,7 +339,6 @@ class Feed:
         self.step = step
         self.cuts += 1
         self.last_steps.clear()
-        self._phases.clear()
 
     def _take_values(self, values: dict[str, Any]) -> None:
         for key, value in values.items():

@@ -28,6 +28,7 @@ class PlanSource:
     """Never another: what cells hold is not replaced while someone types."""
     ended = False
     cuts = 0
+    reading = None
 
     def __init__(self, draft: Draft, lab: Any = None) -> None:
         self.draft, self.lab = draft, lab

@@ -49,6 +49,11 @@ class LabSource:
         return self.state == "ended"
 
     @property
+    def reading(self) -> float | None:
+        """What its keeper wrote is read at once."""
+        return None
+
+    @property
     def cuts(self) -> int:
         """Nothing that was told is taken back."""
         return 0

@@ -37,6 +37,12 @@ OUTLIVES = "application/vnd.mmlab.view+json"
 takes a new picture without drawing the view anew."""
 MOST_STILL = 24_000
 """Characters of that picture; larger ones are told in text, since each part saves its own."""
+FILLING_PERIOD = 0.5
+"""Seconds between messages while a long log is read: each carries all curves."""
+BREATH = 0.005
+"""Seconds between looks while a long log is read: cells and buttons get their turn."""
+WHOLE = "part"
+"""The frame of the part itself: "reading", how many percent of a long log have been read (None: all)."""
 SEEN_FOR = 30.0
 """Seconds for which a page counts as there (pages tell every ten, unless a cell keeps the kernel busy)."""
 
@@ -64,6 +70,7 @@ class Part:
         self._view: View | None = None
         self._frames: dict[str, tuple[float, dict[str, Any]]] = {}
         self._cuts = 0
+        self._filling = self._filled = False
         self._want_history = threading.Event()
         self._want_history.set()
         self._seen = time.monotonic()
@@ -86,7 +93,7 @@ class Part:
                 self._view = View(self.panels, self._label, self._arrangement)
                 self._view.on_msg(self._heard)
                 self._look()
-                self._shown_state = self.source.state if self.source.ended else ""  # shown after the end: stays live
+                self._shown_state = self._end_shown()
                 # In the context of the cell: ipykernel 7.4 routes what pages send to the subshell of the request that
                 # the kernel's last message to them names as its parent. Without a context that is whatever request
                 # came last, after a page reload one of a deleted subshell, and then every button is dead.
@@ -128,7 +135,7 @@ class Part:
     def __repr__(self) -> str:
         with self._lock, self.source.lock:
             if self._thread is None:
-                self._look()
+                self._look_at_all()
             return "\n\n".join(panel.text() for panel in self.panels.values())
 
     def bundle(self) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -212,7 +219,7 @@ class Part:
 
     def _work(self) -> None:
         sent = 0.0
-        while not self._end.wait(self._period):
+        while not self._end.wait(self._period if self.source.reading is None else BREATH):
             with self._lock:
                 if self._end.is_set():
                     return
@@ -224,12 +231,26 @@ class Part:
     def _turn(self, sent: float) -> float:
         """Look and send what is due; when was last sent."""
         self._look()  # often, also unseen: a saved notebook is to show the end, and may be saved right after it
-        changed = self.source.state != self._shown_state  # told at once: the end, of which no more may follow
+        filled = self._filling and self.source.reading is None
+        self._filling = self.source.reading is not None
+        if filled:  # what pages have of a long log was merged in other places
+            self._want_history.set()
+            self._shown_state = self._end_shown()
+        # told at once: the end, of which no more may follow
+        changed = not self._filling and (filled or self.source.state != self._shown_state)
         if changed or time.monotonic() - sent >= self._pause():
             sent = time.monotonic()
             self._send()
-        self._renew()
+        if filled:
+            self._replace()
+            self.keep_still()
+        if not self._filling:
+            self._renew()
         return sent
+
+    def _end_shown(self) -> str:
+        """The state that its cells show from the start: shown after the end, it stays live."""
+        return self.source.state if self.source.ended else ""
 
     def _tell(self, error: Exception) -> None:
         """Say in all panels what went wrong, until a later turn goes well."""
@@ -241,11 +262,18 @@ class Part:
             self._view.send_tick({name: frame for name, (_, frame) in self._frames.items()}, {})
 
     def _pause(self) -> float:
-        return self._period if time.monotonic() - self._seen < SEEN_FOR else max(self._period, UNSEEN_PERIOD)
+        unseen = time.monotonic() - self._seen >= SEEN_FOR
+        return max(self._period, UNSEEN_PERIOD if unseen else FILLING_PERIOD if self._filling else 0.0)
 
     def _look(self) -> None:
         """Take in what is new."""
         self.source.look()
+
+    def _look_at_all(self) -> None:
+        """Take in what is new, however long that takes."""
+        self._look()
+        while self.source.reading is not None:
+            self._look()
 
     def frames(self) -> dict[str, dict[str, Any]]:
         """What the panels in sight show now, each renewed at its own pace."""
@@ -261,6 +289,10 @@ class Part:
         """One message to all pages, at most: the history where one asked for it or the run went back."""
         assert self._view is not None
         frames = {name: self._said(self.panels[name], frame) for name, frame in self.frames().items()}
+        share = self.source.reading
+        if share is not None or self._filled:
+            self._filled = True
+            frames[WHOLE] = {"reading": None if share is None else int(100 * share)}
         points: dict[str, Any] = {}
         with self.source.lock:
             for panel in self.panels.values():

@@ -15,6 +15,7 @@ class PlanSource:
     state = ""
     ended = False
     cuts = 0
+    reading = None
 
     def __init__(self) -> None:
         self.lock = threading.RLock()

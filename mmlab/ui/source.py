@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections.abc import Callable
@@ -13,6 +14,10 @@ from mmlab.ui.feed import Feed
 
 FRESH = 0.1
 """Seconds for which a look at the folder is good for other views too."""
+LONG = 2 << 20
+"""Bytes of a log from which it is read in slices: some 1,500 steps."""
+SLICE = 0.04
+"""Seconds that a look may take to read a long log: whoever asks meanwhile waits no longer than a person notices."""
 
 
 class Source(Protocol):
@@ -28,6 +33,10 @@ class Source(Protocol):
     @property
     def ended(self) -> bool:
         """Whether nothing will change any more, as far as one can tell."""
+
+    @property
+    def reading(self) -> float | None:
+        """The share of what there is to read that has been read, while that takes several looks; else None."""
 
     @property
     def cuts(self) -> int:
@@ -59,16 +68,21 @@ class RunSource:
         return self.feed.ended
 
     @property
+    def reading(self) -> float | None:
+        """The share of a long log that has been read; None once all of it has."""
+        return self.feed.reading
+
+    @property
     def cuts(self) -> int:
         """How often the run went back."""
         return self.feed.cuts
 
     def look(self) -> None:
-        """Read what is new in the folder; tell each event to those that listen."""
+        """Read what is new in the folder, of a long log a slice; tell each event to those that listen."""
         with self.lock:
-            if time.monotonic() - self._looked < FRESH:
+            if self.feed.reading is None and time.monotonic() - self._looked < FRESH:
                 return
-            self.feed.read(self._tell)
+            self.feed.read(self._tell, SLICE if self.feed.unread > LONG else math.inf)
             self.feed.look()
             self._looked = time.monotonic()
 

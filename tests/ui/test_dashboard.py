@@ -11,8 +11,10 @@ from typing import Any
 import pytest
 
 from mmlab.errors import PlanError
+from mmlab.ui import feed as feeds
 from mmlab.ui import part as dashboards
-from mmlab.ui.dashboard import Dashboard
+from mmlab.ui import source as sources
+from mmlab.ui.dashboard import Dashboard, part
 from mmlab.ui.panels.controls import Controls
 from mmlab.ui.panels.log import Log
 from mmlab.ui.part import Part
@@ -187,6 +189,34 @@ def test_a_restore_sends_the_history(shown: Dashboard, screen: Screen, started: 
     started.events.emit("lineage", id="b", parent="a", parent_step=2, step=2)
     until(lambda: screen.messages[-1]["kind"] == "history" and screen.frame()["step"] == 2)
     assert dict(screen.messages[-1]["curves"])["loss"] == 2
+
+
+def test_a_long_log_fills_the_view_slice_by_slice(
+    started: SyntheticRun, monkeypatch: pytest.MonkeyPatch, screen: Screen
+) -> None:
+    monkeypatch.setattr(sources, "LONG", 0)
+    monkeypatch.setattr(sources, "SLICE", 0.0)
+    monkeypatch.setattr(feeds, "READ_LIMIT", 20_000)
+    monkeypatch.setattr(dashboards, "FILLING_PERIOD", 0.0)
+    started.train(300)
+    started.finish()
+    live = part(RunSource(InboxRun(started.dir), started.dir), "charts")
+    live._period = 0.0
+    live.show()
+    first = next(iter(screen.outputs.values()))
+    end = time.monotonic() + 20
+    while live.source.reading is not None or screen.frame("part")["reading"] is not None:
+        assert time.monotonic() < end
+        time.sleep(0.01)
+    told = [message["frames"].get("part", {}).get("reading") for message in screen.messages]
+    assert any(share in range(1, 100) for share in told), told
+    assert screen.curves["loss"] == 300
+    assert not live.over  # shown after the end, it stays live
+    while next(iter(screen.outputs.values())) == first:  # a saved notebook shows all of it
+        assert time.monotonic() < end
+        time.sleep(0.01)
+    live.close()
+    assert "step 300" not in repr(first)
 
 
 def test_a_flood_of_steps_is_coalesced(started: SyntheticRun, screen: Screen) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -75,6 +77,79 @@ def test_phases_are_means_over_the_last_steps(started: SyntheticRun) -> None:
         phases = [[seconds] * len(PHASES)] * 6
         started.events.emit("step", step=step, loss=1.0, phases=phases)
     assert read(started).phases() == [[2.0] * len(PHASES)] * 6
+
+
+def told(feed: Feed) -> dict[str, object]:
+    """Everything that a feed has read."""
+    trail = feed.compression
+    apart = ("paths", "record", "curves", "compression", "_index")
+    own = {name: repr(value) for name, value in vars(feed).items() if name not in apart}
+    curves = {name: (series.points(), series.last, series.whole) for name, series in feed.curves.items()}
+    closer = {name: series.points() for name, series in feed.closer(feed.curves, 50, 500).items()}
+    rest = [feed.phases(), trail.errors, trail.changes, str(trail.table()), curves, closer]
+    return own | {"rest": repr(rest)}
+
+
+def hard_log(run: SyntheticRun) -> Iterator[None]:
+    """A log with all that makes reading hard, part by part; the last line is half-written."""
+    foreign = [
+        *(
+            b'{"t":1,"kind":"step","lineage":"a","step":3,"lo',
+            b"[1]",
+            b"\xff",
+            b'{"kind":"step"}',
+            b'{"t":2,"kind":"new"}',
+        ),
+        b'{"t":1, "kind":"step", "lineage":"a", "step":401, "loss":NaN, "lr":{"x":null}, "grad_norm":{"x":Infinity}}',
+        b'{"t":1,"kind":"warning","message":"half \\ud800"}',
+    ]
+    run.train(300)
+    run.evaluate(1)
+    run.checkpoint("best")
+    yield
+    with open(run.paths.events, "ab") as file:
+        file.write(b"\r\n".join([*foreign, b""]))
+    run.error = 0.25
+    run.train(200)
+    values = {"train.steps": 777, "train.language.lr": 5e-4, "communication.vision.rank": 2}
+    run.events.emit("command", id="1", verb="set", args={"values": values}, ok=True, ranks=[0], message="", step=500)
+    run.restore("best", "b")
+    run.train(150)
+    yield
+    run.coded = {**run.coded, "compressor": "topk", "options": {"ratio": 0.1}}
+    run.events.emit("relayout", name="x", changes={}, before=6, after=6, generation=1, steps=900, step=run.step)
+    run.train(90)
+    run.state("paused", "enough")
+    run.restore("best", "c")
+    run.train(60)
+    run.state("failed", "broken")
+    with open(run.paths.events, "ab") as file:
+        file.write(b'{"t":1,"kind":"step","lineage":"c","step":3')
+    yield
+
+
+def test_a_log_read_in_slices_while_it_grows_ends_as_one_read_at_once(
+    started: SyntheticRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sliced, shares = Feed(started.dir, capacity=100), set()
+    for _ in hard_log(started):
+        for _ in range(3):  # it grows before all of it has been read
+            monkeypatch.setattr(feeds, "READ_LIMIT", 50_000)
+            sliced.read(seconds=0)
+            shares.add(sliced.reading)
+    assert all(share is not None and 0 < share < 1 for share in shares)
+    assert (sliced.state, sliced.reason, sliced.ended) == ("failed", "broken", False)  # as the end of the log says
+    while sliced.reading is not None:
+        sliced.read(seconds=0)
+    monkeypatch.undo()
+    whole = Feed(started.dir, capacity=100)
+    whole.read()
+    assert whole.ended
+    assert sliced.ended
+    assert told(sliced) == told(whole)
+    events = [json.loads(line) for line in started.paths.events.read_bytes().splitlines()[-50:-1]]
+    losses = [event["loss"] for event in events if event["kind"] == "step"]
+    assert list(whole.curves["loss"].points()[1])[-1] == losses[-1]
 
 
 def test_memory_is_bounded_for_long_runs(started: SyntheticRun, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -72,7 +72,9 @@ def written() -> set[str]:
 
 def handed_over(run: SyntheticRun) -> set[str]:
     """Words that pages get from Python and translate: labels, states, phases, modules, commands, ops of schedules."""
-    labels = {label for label, _ in PARTS.values()} | {Dashboard(InboxRun(run.dir), run.dir).view.layout_["label"]}
+    board = Dashboard(InboxRun(run.dir), run.dir)
+    labels = {label for label, _ in PARTS.values()} | {board.view.layout_["label"]}
+    board.close()  # its thread would send into a later test's count of messages
     for path in files("mmlab.ui").iterdir():
         if path.name.endswith(".py"):
             labels |= set(re.findall(r'Part\([^\n]*, "([A-Z][^"]*)"\)', path.read_text(encoding="utf-8")))

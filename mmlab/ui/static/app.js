@@ -12,7 +12,8 @@ class App {
     this.root = make("div", { class: "mm-board", role: "region", lang: spoken, "aria-label": t(label) });
     this.panels = Object.fromEntries(panels.map((name) => [name, new PANELS[name](store, name)]));
     this.notice = make("p", { class: "mm-notice", role: "status" });
-    this.root.append(this.notice);
+    this.reading = make("b");
+    this.root.append(this.notice, make("div", { class: "mm-reading" }, this.reading)); // of no height: nothing moves when it comes and goes
     if (arrangement === "board") this.board(panels); else this.stack(panels);
     el.append(this.root);
     this.listen();
@@ -105,11 +106,16 @@ class App {
 
   update(changed, curves) {
     if (this.silence) { clearTimeout(this.silence); this.silence = null; put(this.notice, ""); this.still?.remove(); }
+    if (changed.part) this.tellReading(changed.part.reading);
     this.each((panel, name) => {
       if (changed[name] && "problem" in changed[name]) panel.trouble(changed[name].problem);
       if (!this.store.frames[name]) return; // turned to before the first message
       if (changed[name] || (curves && panel.constructor.curved)) panel.update(changed[name] ?? {}, curves);
     });
+  }
+
+  tellReading(percent) { // of a long log; what panels show meanwhile is as far as it has been read
+    put(this.reading, percent === null ? "" : t("reading the log: {0} %", percent));
   }
 
   restyle() { // panels in sight that have not been drawn in this theme yet
