@@ -60,8 +60,8 @@ from mmlab.messages.files import whole
 Event = dict[str, Any]
 TAIL = 1 << 18
 """Bytes at the end of a log in which its last state is looked for: a run that has ended writes nothing more."""
-ENDED = ("failed", "finished", "stopped")
-"""States in which a run no longer computes."""
+ENDED = ("failed", "finished", "stopped", "deleted")
+"""States in which a run no longer computes; "deleted" is told by no event but by a folder that is gone."""
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 """What a disk answers that is full, or full for this user or this file."""
 NEEDED: Mapping[str, Mapping[str, type]] = {

@@ -10,6 +10,8 @@ INK, FAINT, GRID = "#1a202c", "#5a6577", "#e2e8f0"
 """Font and colours of all pictures: dark text, secondary text, rules."""
 
 _STYLE = "border-collapse:collapse;background:#fff;color:#1a202c;font:13px/1.45 system-ui,sans-serif"
+_ROW = "background:none"
+"""JupyterLab stripes rows in the theme's colours, on which this ink cannot be read in a dark one."""
 _CELL = "text-align:left;padding:3px 12px;border-bottom:1px solid #e2e8f0;vertical-align:top"
 
 
@@ -47,7 +49,9 @@ def html_table(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """An HTML table with its own colours; cell texts are escaped."""
     head = "".join(f'<th style="{_CELL};border-bottom:2px solid #a0aec0">{escape(text)}</th>' for text in headers)
     body = "".join(
-        "<tr>" + "".join(f'<td style="{_CELL}">{escape(text).replace(chr(10), "<br>")}</td>' for text in row) + "</tr>"
+        f'<tr style="{_ROW}">'
+        + "".join(f'<td style="{_CELL}">{escape(text).replace(chr(10), "<br>")}</td>' for text in row)
+        + "</tr>"
         for row in rows
     )
     return f'<table style="{_STYLE}"><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>'

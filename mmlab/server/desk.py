@@ -200,7 +200,8 @@ class Desk:
     def grow_lab(self, lab_id: str, engines: Any) -> dict[str, Any]:
         """Have a lab start more engines, that many in all; its status. LabError for what a lab cannot grow to."""
         if not isinstance(engines, int) or isinstance(engines, bool) or not 1 <= engines <= MOST_ENGINES:
-            raise LabError(f"from a page a lab grows to {MOST_ENGINES} engines at most, not {engines!r}")
+            most = f"from a page {MOST_ENGINES} at most"
+            raise LabError(f"a lab grows to a whole number of engines, {most}, not {engines!r}")
         paths = self._live(lab_id)
         registry.grow(paths, engines)
         self._forget_overview()

@@ -166,7 +166,8 @@ class RunRecord:
 
         {"state", "step", "steps" (planned), "reason", "generation", "lineage", "id", "ranks": [{"rank", "role",
         "engine", "pid", "host", "alive", "phase", "step"}]}. `alive` is None for ranks of other
-        hosts. A run whose ranks left without a word is "failed" from the moment their processes are gone.
+        hosts. A run whose ranks left without a word is "failed" from the moment their processes are gone, one whose
+        folder is gone "deleted".
         """
         events = self.rare_events()
         states = [event for event in events if event["kind"] == "state"]
@@ -183,6 +184,8 @@ class RunRecord:
     def present(self, state: str, reason: str = "") -> dict[str, Any]:
         """What beacons, failure records and processes say beside the last state event: {"state", "reason",
         "generation", "ranks"} as in `status`, without reading the event log (faces that follow it ask often)."""
+        if not self.paths.run.is_file():
+            return {"state": "deleted", "reason": f"{self.paths.root} is gone", "generation": 0, "ranks": []}
         info = self.info
         generation = info.get("generation", 0)
         beacons = self.beacons()

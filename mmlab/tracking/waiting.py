@@ -25,8 +25,10 @@ REPORT = 3.0
 def reached(record: RunRecord, status: dict[str, Any], step: int | None = None) -> bool:
     """Whether a run has ended, or has done `step` steps (of this generation: not while it waits to be started again).
 
-    RunFailed when it has failed.
+    RunFailed when it has failed, MmlabError when it was deleted.
     """
+    if status["state"] == "deleted":
+        raise MmlabError(f"run {record.id} was deleted: {status['reason']}")
     if status["state"] == "failed":
         message = f"run {record.id} failed: {status['reason']}; logs are in {record.paths.logs}"
         raise RunFailed(message, record.cause())

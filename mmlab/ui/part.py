@@ -144,9 +144,9 @@ class Part:
             return self.still()
         shown = self.view._repr_mimebundle_()  # the first time it looks, so before the picture
         data, metadata = self.still()
-        widget = shown[0] if isinstance(shown, tuple) else shown
+        widget, more = shown if isinstance(shown, tuple) else (shown, {})  # `more` tells Colab which manager it needs
         data |= {key: value for key, value in (widget or {}).items() if "widget-view" in key}
-        return data | {OUTLIVES: {}}, metadata
+        return data | {OUTLIVES: {}}, metadata | more
 
     def still(self) -> tuple[dict[str, Any], dict[str, Any]]:
         """The panels as HTML and text."""
@@ -184,6 +184,8 @@ class Part:
         if kind == "hello":
             self._language = language(str(message.get("language") or ""))
             self._want_history.set()
+        elif kind == "here":
+            self.view.answer()
         elif kind == "ask":
             panel = self.panels.get(str(message.get("panel")))
             if panel is not None and message.get("verb") in panel.slow:

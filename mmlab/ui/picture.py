@@ -166,7 +166,7 @@ def _head(canvas: _Canvas, feed: Feed) -> None:
     room = right - 14 - left
     canvas.box(left, 23, room, 7, LINE, 3.5)
     canvas.box(left, 23, room * min(1.0, feed.step / max(1, feed.steps)), 7, STATE_COLOURS.get(feed.state, GREY), 3.5)
-    failed = feed.state == "failed"
+    failed = feed.state in ("failed", "deleted")
     line = feed.reason if failed else plan_text(feed.plan)
     canvas.text(16, 57, canvas.fit(line, 12, WIDTH - 32), 12, RED if failed else SOFT)
 

@@ -34,7 +34,11 @@ class Faces:
         key = (Path(run.dir), "dashboard")
         known = self._parts.get(key)
         if known is None or known.over:
-            if run.status()["state"] in ENDED:
+            status = run.status()
+            if status["state"] == "deleted":  # there is no other picture than the one in memory
+                publish(*(known.still() if known else ({"text/plain": f"{run!r}: {status['reason']}"}, {})))
+                return
+            if status["state"] in ENDED:
                 publish(*snapshot(run).bundle())
                 return
             self._parts[key] = known = Dashboard(run, run.dir, source=self._source(run))

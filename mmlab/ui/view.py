@@ -86,7 +86,7 @@ class View(anywidget.AnyWidget):
     names came since the history; and a list in a frame that has only moved on (a log) is told by `"moved": {panel:
     {key: [entries gone at the front, entries new at the end]}}`.
     `{"kind": "reply", "token", "value"}` (with buffers, where the answer has some) or `{..., "refusal"}` answers a
-    request.
+    request, `{"kind": "here"}` a sign of life.
 
     From it: `{"kind": "hello", "shown"}` (wants the history), `{"kind": "here", "shown"}` now and then and when other
     panels come into sight (`shown`: names of those in sight), `{"kind": "ask", "token", "panel", "verb", "args"}`.
@@ -146,6 +146,10 @@ class View(anywidget.AnyWidget):
             return False
         self._post("tick", changed, curves, moved)
         return True
+
+    def answer(self) -> None:
+        """Tell pages that the kernel is there."""
+        self.send({"kind": "here"}, buffers=[])
 
     def reply(self, token: Any, value: Any, buffers: Sequence[bytes] = ()) -> None:
         """Answer a request."""

@@ -92,6 +92,10 @@ def test_refused_input(free_lab, plan, monkeypatch, tmp_path):
             Lab(engines=engines)
     with pytest.raises(MmlabError, match="no run elsewhere"):
         Run.open("elsewhere")
+    for engines, said in ((2, "has 3 engines, and a lab only grows"), (0, "whole number"), (3.5, "whole number")):
+        with pytest.raises(LabError, match=said):
+            free_lab.grow(engines)
+    assert free_lab.grow(3) is free_lab
     run = running(free_lab.train(plan))
     with pytest.raises(PlanError, match=r"these can: .*train\.language\.lr"):
         run.set("model.language.hidden", 12)

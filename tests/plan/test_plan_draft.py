@@ -226,7 +226,7 @@ def test_memory_groups_equal_ranks_and_adds_up() -> None:
     assert many[1][1].activations == 2 * (many[0][1].activations or 0)
     assert Memory(plan.with_({"parallel.microbatches": MOST_PLAYED})).rows[1].activations is None
     assert "Not counted" in str(memory)
-    assert memory._repr_html_().count("<tr>") == 4
+    assert memory._repr_html_().count("<tr") == 4
 
 
 def test_fields_without_effect_are_named_with_their_condition() -> None:

@@ -53,7 +53,7 @@ def test_it_shows_as_text_and_html():
     assert max(map(len, text.splitlines())) <= 80
     bundle = table._repr_mimebundle_()
     assert bundle["text/plain"] == text
-    assert bundle["text/html"].count("<tr>") == 3
+    assert bundle["text/html"].count("<tr") == 3
 
 
 def test_without_numbers_it_says_so():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -88,6 +89,7 @@ def test_a_layout_is_checked_without_sending_anything(controls: Controls, starte
 def test_controls_say_what_became_of_their_commands(started: SyntheticRun, tmp_path: Path) -> None:
     started.train(12)
     with browser_page(1200, 900) as page:
+        page.clock.install()
         stage = Stage(page, part(RunSource(Run(started.dir), started.dir), "controls"))
 
         def told(control: str) -> str:
@@ -130,4 +132,13 @@ def test_controls_say_what_became_of_their_commands(started: SyntheticRun, tmp_p
         cut = "[...document.querySelectorAll('.mm-figure b')].filter((node) => node.scrollWidth > node.clientWidth)"
         assert page.evaluate(f"{cut}.map((node) => node.textContent)") == []
         stage.shot(tmp_path / "controls.png")
+        page.clock.run_for(40_000)  # no message passes meanwhile
+        assert "The kernel has not answered since" in page.locator(".mm-notice").inner_text()
+        stage.until(lambda: not page.locator(".mm-notice").inner_text())
+        started.close()
+        shutil.rmtree(started.dir)
+        stage.until(lambda: "deleted" in page.locator(".mm-state").inner_text())
+        assert page.locator(".mm-reason").inner_text() == f"{started.dir} is gone"
+        assert page.locator(".mm-controls button:enabled, .mm-controls input:enabled").count() == 0
+        stage.shot(tmp_path / "deleted.png")
         assert stage.errors == []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -10,11 +11,11 @@ from typing import Any
 
 import pytest
 
-from mmlab.errors import PlanError
+from mmlab.errors import MmlabError, PlanError
 from mmlab.ui import feed as feeds
 from mmlab.ui import part as dashboards
 from mmlab.ui import source as sources
-from mmlab.ui.dashboard import Dashboard, part
+from mmlab.ui.dashboard import PARTS, Dashboard, part
 from mmlab.ui.panels.controls import Controls
 from mmlab.ui.panels.log import Log
 from mmlab.ui.part import Part
@@ -33,12 +34,16 @@ class Screen:
         self.times: list[float] = []
         self.outputs: dict[str, dict[str, Any]] = {}
         self.published = 0
+        self.signs = 0
         self.curves: dict[str, int] = {}
         self._names: list[str] = []
         monkeypatch.setattr(View, "send", lambda _, content, buffers=None: self.take(content, buffers))
         monkeypatch.setattr(dashboards, "publish", self.publish)
 
     def take(self, content: dict[str, Any], buffers: list[bytes]) -> None:
+        if content["kind"] == "here":
+            self.signs += 1
+            return
         if content["kind"] == "reply":
             self.replies[content["token"]] = content
             return
@@ -233,12 +238,14 @@ def test_a_flood_of_steps_is_coalesced(started: SyntheticRun, screen: Screen) ->
     assert started.step > 3 * len(screen.messages)
 
 
-def test_without_views_messages_become_rare(shown: Dashboard, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_views_messages_become_rare(shown: Dashboard, screen: Screen, monkeypatch: pytest.MonkeyPatch) -> None:
     assert shown._pause() == 0.02
     monkeypatch.setattr(shown, "_seen", time.monotonic() - dashboards.SEEN_FOR - 1)
     assert shown._pause() == dashboards.UNSEEN_PERIOD
+    signs = screen.signs
     say(shown, kind="here")
     assert shown._pause() == 0.02
+    assert screen.signs == signs + 1
 
 
 def test_pause_and_end_replace_what_the_cell_holds(shown: Dashboard, screen: Screen, started: SyntheticRun) -> None:
@@ -272,6 +279,35 @@ def test_a_cell_that_can_take_it_gets_a_new_picture_now_and_then(
     shown._kept_still = 0.0
     shown._renew()
     assert screen.published == 2  # nothing new: nothing to save
+
+
+def test_a_run_that_was_deleted_is_told_and_its_last_picture_stays(started: SyntheticRun, screen: Screen) -> None:
+    from mmlab.lab import Run
+
+    started.train(3)
+    started.evaluate()
+    started.trace()
+    run, faces = Run(started.dir), Faces()
+    faces.show(run)
+    parts = [faces.part(run, name) for name in PARTS]
+    for one in parts:
+        one.show()
+    until(lambda: len(screen.messages) > len(parts))
+    started.close()
+    shutil.rmtree(started.dir)
+    until(lambda: "deleted" in next(iter(screen.outputs.values()))["text/plain"])
+    until(lambda: all(one.over or one.lasting for one in parts))
+    assert f"{started.dir} is gone" in repr(parts[1])
+    for one in parts:
+        assert [frame["problem"] for frame in one.frames().values() if "problem" in frame] == []
+        assert one.still()[0]["text/plain"]
+        one.close()
+    faces.show(run)
+    assert "image/png" in next(iter(screen.outputs.values()))
+    with pytest.raises(MmlabError, match=r"pause: run .* has ended \(deleted\)"):
+        run.pause()
+    with pytest.raises(MmlabError, match="was deleted"):
+        run.wait(progress=False)
 
 
 @pytest.mark.parametrize(

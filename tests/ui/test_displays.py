@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -85,6 +87,17 @@ def test_the_dashboard_is_a_picture_and_text(run: Run) -> None:
     board = Dashboard(run, run.dir)
     board.source.look()
     check(board.still()[0])
+
+
+def test_a_cell_tells_colab_which_manager_it_needs(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    manager = SimpleNamespace(_installed_url="https://manager")
+    colab = SimpleNamespace(_widgets=manager, enable_custom_widget_manager=lambda: None)
+    monkeypatch.setitem(sys.modules, "google.colab.output", colab)
+    board = Dashboard(run, run.dir)
+    _, metadata = board.bundle()
+    told = metadata["application/vnd.jupyter.widget-view+json"]
+    assert told == {"colab": {"custom_widget_manager": {"url": "https://manager"}}}
+    board.close()
 
 
 def test_the_form_of_a_plan() -> None:

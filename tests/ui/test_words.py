@@ -23,7 +23,7 @@ from mmlab.ui.view import View, script
 from ui.synthetic import InboxRun, SyntheticRun
 
 STATIC = files("mmlab.ui") / "static"
-STATES = ("queued", "starting", "running", "paused", "finished", "failed", "stopped", "ready", "ended")
+STATES = ("queued", "starting", "running", "paused", "finished", "failed", "stopped", "deleted", "ready", "ended")
 """Of runs and labs."""
 MODULES = ("vision", "projector", "language")
 LITERAL = r"\"(?:[^\"\\]|\\.)*\"|'(?:[^'\\]|\\.)*'|`(?:[^`\\$]|\\.)*`"

@@ -72,7 +72,7 @@ class App {
     for (const node of [document.documentElement, document.body]) this.themes.observe(node, { attributes: true, attributeFilter: THEMES });
     for (const kind of ["focusin", "keydown", "click"]) this.root.addEventListener(kind, () => this.use());
     this.root.addEventListener("focusout", ({ relatedTarget }) => { if (relatedTarget && !this.root.contains(relatedTarget)) this.store.used = null; });
-    this.timer = setInterval(() => this.store.here(), HERE_EVERY);
+    this.timer = setInterval(() => { this.store.here(); this.quiet(); }, HERE_EVERY);
     this.store.views.add(this);
     this.store.here();
     if (Object.keys(this.store.frames).length) this.update(this.store.frames, true);
@@ -102,9 +102,19 @@ class App {
     if (still) { this.still = make("div", { class: "mm-still" }); this.still.innerHTML = still; this.notice.after(this.still); }
   }
 
+  quiet() { // what is shown may be old: nothing has come, not even an answer
+    const { unanswered, heard } = this.store;
+    if (this.silence || unanswered === null || Date.now() - unanswered < GONE_AFTER) return;
+    const since = new Date(heard).toLocaleTimeString("en-GB");
+    put(this.notice, t("The kernel has not answered since {0}: it runs a cell, or it is gone.", since));
+  }
+
+  answered() { if (!this.silence) put(this.notice, ""); }
+
   each(action) { for (const name of this.sight) action(this.panels[name], name); }
 
   update(changed, curves) {
+    this.answered();
     if (this.silence) { clearTimeout(this.silence); this.silence = null; put(this.notice, ""); this.still?.remove(); }
     if (changed.part) this.tellReading(changed.part.reading);
     this.each((panel, name) => {

@@ -1,9 +1,10 @@
 /* What all panels share. Data comes as custom messages (see mmlab/ui/view.py); nothing of a run is a synced trait. */
 const HERE_EVERY = 10_000; // ms between signs of life to the kernel, which slows down without them
 const BUSY_AFTER = 2_000; // ms after which an unanswered request means that the kernel runs a cell
+const GONE_AFTER = 15_000; // ms after which an unanswered sign of life means that the kernel runs a cell or is gone
 const ASK_AGAIN = 1_000; // ms until a history that has not come is asked for again; doubles each time
 const MOST_POINTS = 9_000; // points of a curve beyond which the view asks for the decimated history again
-const ENDED = ["finished", "stopped", "failed"];
+const ENDED = ["finished", "stopped", "failed", "deleted"];
 
 /* ---- words: each text that a person reads goes through t(), with {0}, {1} for values ---- */
 let words = {};
@@ -117,6 +118,8 @@ class Store {
     this.views = new Set();
     this.asked = new Map(); // token -> {resolve, reject, timer}
     this.page = Math.random().toString(36).slice(2); // which page says what is in sight
+    this.heard = Date.now();
+    this.unanswered = null; // since when a sign of life has had no answer
     this.onMessage = (message, buffers) => this.receive(message, buffers ?? []);
     model.on("msg:custom", this.onMessage);
     this.speak();
@@ -133,7 +136,14 @@ class Store {
 
   shown() { return [...new Set([...this.views].flatMap((view) => view.shown()))]; }
 
-  here() { this.model.send({ kind: "here", ...this.sight() }); }
+  here() {
+    this.unanswered ??= Date.now();
+    this.post({ kind: "here", ...this.sight() });
+  }
+
+  post(content) { // refused when the kernel was started anew: it does not know the view
+    try { this.model.send(content); return true; } catch { return false; }
+  }
 
   sight() { // the extension's renderer takes a new picture without drawing the view anew
     const renewable = [...this.views].some(({ root }) => root.closest(".mmlab-outlives"));
@@ -144,7 +154,7 @@ class Store {
 
   hello(wait = ASK_AGAIN) { // a page that is just reconnecting loses messages, so ask until the history is here
     this.seq = null;
-    this.model.send({ kind: "hello", language: spoken, ...(this.views.size ? this.sight() : {}) });
+    this.post({ kind: "hello", language: spoken, ...(this.views.size ? this.sight() : {}) });
     clearTimeout(this.again);
     this.again = setTimeout(() => { if (this.seq === null) this.hello(Math.min(2 * wait, 60_000)); }, wait);
   }
@@ -155,11 +165,17 @@ class Store {
     const token = Math.random().toString(36).slice(2);
     return new Promise((resolve, reject) => {
       this.asked.set(token, { resolve, reject, timer: busy && setTimeout(busy, BUSY_AFTER) });
-      this.model.send({ kind: "ask", token, panel, verb, args });
+      if (this.post({ kind: "ask", token, panel, verb, args })) return;
+      clearTimeout(this.asked.get(token).timer);
+      this.asked.delete(token);
+      reject(new Error(t("the kernel that had this view is gone; run the cell again")));
     });
   }
 
   receive(message, buffers) {
+    this.heard = Date.now();
+    this.unanswered = null;
+    if (message.kind === "here") { for (const view of this.views) view.answered(); return; }
     if (message.kind === "reply") { this.reply(message, buffers); return; }
     const history = message.kind === "history";
     if (!history && this.seq === null) return;

@@ -1,5 +1,5 @@
 /* State, progress and figures of a run. */
-const ICONS = { running: "▶", paused: "❚❚", finished: "✓", failed: "✕", stopped: "■", queued: "…", starting: "…" };
+const ICONS = { running: "▶", paused: "❚❚", finished: "✓", failed: "✕", stopped: "■", deleted: "∅", queued: "…", starting: "…" };
 
 PANELS.head = class extends Panel {
   static title = "State";
@@ -27,7 +27,7 @@ PANELS.head = class extends Panel {
     this.state.dataset.state = frame.state;
     put(this.state, `${ICONS[frame.state] ?? ""} ${t(frame.state)}`);
     put(this.run, frame.name ?? "");
-    put(this.reason, frame.state === "failed" ? frame.reason : "");
+    put(this.reason, ["failed", "deleted"].includes(frame.state) ? frame.reason : "");
     const doing = frame.doing === frame.state ? "" : `, ${t(frame.doing)}`;
     put(this.count, t("step {0} of {1}", number(frame.step, 9), number(frame.steps, 9)) + doing);
     this.fill.style.width = `${Math.min(100, (100 * frame.step) / Math.max(1, frame.steps))}%`;
