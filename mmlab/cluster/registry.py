@@ -25,8 +25,8 @@ from jupyter_core.paths import jupyter_runtime_dir
 
 from mmlab.cluster.processes import MARK, Tracked, end_all
 from mmlab.errors import LabError
-from mmlab.messages import ENDED, Command, EventLog, RunPaths, read_events
-from mmlab.messages.events import TAIL, last_state
+from mmlab.messages import ENDED, Command, EventLog, RunPaths
+from mmlab.messages.events import last_events, last_state
 from mmlab.messages.files import process_alive, process_started, read_json
 from mmlab.plan.schema import ClusterConfig
 
@@ -334,7 +334,7 @@ def _mark_stopped(folder: Path) -> None:
         path = RunPaths(folder).events
         if last_state(path) in ENDED:
             return
-        events, _ = read_events(path, max(0, path.stat().st_size - TAIL))
+        events = last_events(path)
         last = next((event for event in reversed(events) if "step" in event and event.get("lineage")), {})
         log = EventLog(path, last.get("lineage", ""))
         reason = "the lab was closed; its keeper did not answer"

@@ -13,8 +13,8 @@ from mmlab.cluster import registry
 from mmlab.cluster.registry import CLOSE, LabPaths
 from mmlab.errors import LabError, MmlabError
 from mmlab.lessons import place_notebooks
-from mmlab.messages import ENDED, read_ack, read_events
-from mmlab.messages.events import TAIL, last_state, planned_steps
+from mmlab.messages import ENDED, read_ack
+from mmlab.messages.events import last_events, last_state, planned_steps
 from mmlab.messages.files import RunPaths, read_json
 from mmlab.server.folders import RunFolders
 from mmlab.tracking.sent import Sent
@@ -25,6 +25,8 @@ POINTS = 200
 """Points of a curve."""
 FRESH = 0.5
 """Seconds for which an overview is good for other pages too."""
+SLICE = 0.1
+"""Seconds for which a look reads a log; the rest of a long one (2 s for 100,000 steps) waits for the next looks."""
 FEEDS = 8
 """Runs whose logs are followed; the one asked for longest ago is forgotten first."""
 MOST_ENGINES = 64
@@ -47,7 +49,7 @@ class Followed(Steered):
     def status(self) -> dict[str, Any]:
         """The state now, read from what is new."""
         with self.lock:
-            self.feed.read()
+            self.feed.read(seconds=SLICE)
             self.feed.look()
             return {"state": self.feed.state, "reason": self.feed.reason}
 
@@ -55,6 +57,8 @@ class Followed(Steered):
         """State, reason, step, steps, loss."""
         status = self.status()
         feed = self.feed
+        if feed.reading is not None:  # its curves are behind
+            return at_end(feed.paths) | status
         return status | {"step": feed.step, "steps": feed.steps, "loss": feed.last.get("loss")}
 
     def details(self) -> dict[str, Any]:
@@ -67,6 +71,16 @@ class Followed(Steered):
                 "ranks": self.feed.ranks,
                 "curve": [[int(step), loss] for step, loss in zip(x, y, strict=True)],
             }
+
+
+def at_end(paths: RunPaths) -> dict[str, Any]:
+    """What the end of a run's log says: state, reason, step, steps, loss."""
+    events = last_events(paths.events)
+    state = next((e for e in reversed(events) if e["kind"] == "state"), {})
+    step = next((e for e in reversed(events) if e["kind"] == "step"), {})
+    brief = {"state": state.get("state", ""), "reason": state.get("reason") or ""}
+    brief |= {"step": step.get("step", state.get("step", 0)), "loss": step.get("loss")}
+    return brief | {"steps": planned_steps(events, int((read_json(paths.run) or {}).get("steps", 0)))}
 
 
 class Desk:
@@ -135,7 +149,7 @@ class Desk:
             known = self._over.get(paths.root)
             if known is None or known[0] != size:
                 over = last_state(paths.events) in ENDED
-                brief = self._ended(paths, size) if over else self._follow(paths).brief()
+                brief = at_end(paths) if over else self._follow(paths).brief()
                 if brief["state"] not in ENDED:
                     return self._name(key, paths) | brief
                 known = self._over[paths.root] = (size, brief)
@@ -143,15 +157,6 @@ class Desk:
         except Exception as error:  # a damaged folder, of whatever kind, is no reason to show no other run
             reason = str(error) if isinstance(error, MmlabError) else f"{type(error).__name__}: {error}"
             return self._name(key, paths) | {"state": "unreadable", "reason": reason, "step": 0, "steps": 0}
-
-    def _ended(self, paths: RunPaths, size: int) -> dict[str, Any]:
-        """What the end of a log of that size says of a run that has ended."""
-        events, _ = read_events(paths.events, max(0, size - TAIL))
-        state = next((e for e in reversed(events) if e["kind"] == "state"), {})
-        step = next((e for e in reversed(events) if e["kind"] == "step"), {})
-        brief = {"state": state.get("state", ""), "reason": state.get("reason") or ""}
-        brief |= {"step": step.get("step", state.get("step", 0)), "loss": step.get("loss")}
-        return brief | {"steps": planned_steps(events, int((read_json(paths.run) or {}).get("steps", 0)))}
 
     def _follow(self, paths: RunPaths) -> Followed:
         found = self._followed.get(paths.root)

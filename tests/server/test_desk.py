@@ -37,6 +37,25 @@ def test_runs_whose_processes_are_gone_are_read_once(tmp_path: Path, monkeypatch
         run.close()
 
 
+def test_a_long_log_is_read_a_slice_at_a_look(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other pages wait for a look; where the run is stands at the end of its log."""
+    monkeypatch.setenv("MMLAB_RUNS", str(tmp_path / "runs"))
+    monkeypatch.setattr(desk, "SLICE", 0.0)
+    run = SyntheticRun(tmp_path / "runs", name="long")
+    run.start()
+    run.train(1500)
+    run.live_here(0)
+    found = Desk(tmp_path)
+    (key,) = (one["key"] for one in found.overview()["runs"])
+    curves = []
+    while not curves or curves[-1][-1][0] < 1500:
+        seen = found.run(key)
+        assert (seen["state"], seen["step"]) == ("running", 1500)
+        curves.append(seen["curve"])
+    assert len(curves) > 2
+    run.close()
+
+
 def test_a_damaged_folder_hides_no_other_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MMLAB_RUNS", str(tmp_path / "runs"))
     runs = [SyntheticRun(tmp_path / "runs", name=name) for name in ("whole", "damaged", "listless")]
