@@ -226,15 +226,22 @@ class Lab(ShownLab):
     def _of(cls, paths: LabPaths) -> Lab:
         lab = cls.__new__(cls)
         lab._open(paths)
-        runs = lab._folders()
-        if runs:
-            lab.run = Run(runs[-1], lab)
+        lab.run = next((Run(folder, lab) for folder in reversed(lab._folders())), None)
         return lab
 
     def _folders(self) -> list[Path]:
-        """Folders of this lab's runs, oldest first; without those that were deleted."""
+        """Folders of this lab's runs, oldest first; without those that were deleted, or that another lab has now."""
         folders = [Path(folder) for folder in self.info().get("runs", [])]
-        return [folder for folder in folders if (folder / "run.json").is_file()]
+        if self.run is not None and registry.owns(self._paths, self.run.dir):  # its keeper may not have listed it yet
+            folders.append(self.run.dir)
+        return list(dict.fromkeys(folders))
+
+    @property
+    def current(self) -> Run | None:
+        """The run at work: the newest that is neither queued nor over, else the newest; None before the first."""
+        folders = self._folders()
+        at_work = [f for f in folders if last_state(RunPaths(f).events) not in ("queued", *ENDED)]
+        return next((Run(folder, self) for folder in reversed(at_work or folders)), None)
 
     @classmethod
     def live(cls) -> list[Lab]:
@@ -248,8 +255,8 @@ class Lab(ShownLab):
         return self._paths.root.name
 
     def info(self) -> dict[str, Any]:
-        """What the keeper last wrote: state, engines, runs, processes ({} before it wrote anything)."""
-        return read_json(self._paths.state) or {}
+        """What the keeper last wrote: state, engines, processes, the lab's runs ({} before it wrote anything)."""
+        return registry.read_info(self._paths)
 
     def status(self) -> dict[str, Any]:
         """{"id", "state": queued | starting | ready | failed | ended, "engines": n, "ready": k, "job", "reason"}."""
@@ -269,8 +276,9 @@ class Lab(ShownLab):
         return self
 
     def grow(self, engines: int) -> Lab:
-        """Have more engines, `engines` in all; returns at once, they start meanwhile (`wait()` waits for them). The run
-        at work goes on as it is; a relayout can take them in. LabError for fewer engines than there are.
+        """Have more engines, `engines` in all; returns once the lab has noted it, they start meanwhile (`wait()` waits for
+        them). The run at work goes on as it is; a relayout can take them in. LabError for fewer engines than there are,
+        when the lab has ended, and when it does not answer within 5 seconds.
         """
         registry.grow(self._paths, engines)
         return self
@@ -301,37 +309,37 @@ class Lab(ShownLab):
         if self.status()["state"] == "ended":
             raise LabError(f"lab {self.id} has ended; start another with mmlab.Lab()")
 
-    def _busy_with(self, restarted: Path | None = None) -> Run | None:
-        """A run that has this lab, and has not been told to stop."""
-        for run in [Run(folder) for folder in self._folders() if folder != restarted]:
-            if not run._record.stopping() and run.status()["state"] not in ENDED:
-                return run
-        return None
+    def _busy_with(self, restarted: Path | None = None) -> list[Run]:
+        """The runs that have this lab, or wait for it, and have not been told to stop; in the order of their turns."""
+        runs = [Run(folder) for folder in self._folders() if folder != restarted]
+        return [run for run in runs if not run._record.stopping() and run.status()["state"] not in ENDED]
 
     def _check_free(self, restarted: Path | None = None) -> None:
         self._check_lives()
-        if (run := self._busy_with(restarted)) is not None:
-            raise LabError(f"lab {self.id} is busy with run {run.id}; run.stop() and run.wait() first, or Lab() anew")
+        if busy := self._busy_with(restarted):
+            raise LabError(
+                f"lab {self.id} is busy with run {busy[0].id}; run.stop() and run.wait() first, or Lab() anew"
+            )
 
     def _launch(self, run: Run, restore: str | None, queue: bool = False) -> None:
         """Have the keeper start the next generation of a run; with `queue`, when what has the lab has ended."""
-        paths, before = run._record.paths, None
         if queue:
             self._check_lives()
-            before = self._busy_with(run.dir)
         else:
             self._check_free(run.dir)
+        before = self._busy_with(run.dir) if queue else []
         lab = {"root": str(self._paths.root), "host": registry.this_process()["host"]}
         generation = next_generation(run._record, lab)
         run._seen_failed = False
         self.run = run
         limits = {name: getattr(run.plan.cluster, name) for name in ("idle_timeout", "start_timeout")}
-        arguments = {"run_dir": str(paths.root), "generation": generation, "restore": restore, "limits": limits}
-        if before is not None:
-            log = EventLog(paths.events)
-            log.emit("state", state="queued", step=0, reason=f"waits for the end of run {before.id}")
+        arguments = {"run_dir": str(run.dir), "generation": generation, "restore": restore, "limits": limits}
+        if before:
+            log = EventLog(run._record.paths.events)
+            reason = "waits for the end of " + " and of ".join(f"run {each.id}" for each in before)
+            log.emit("state", state="queued", step=0, reason=reason)
             log.close()
-        registry.ask(self._paths, "launch", **arguments, after=before is not None)
+        registry.ask(self._paths, "launch", **arguments, after=bool(before))
         shell = current_shell()
         if in_kernel() and shell is not None:
             report_unseen(shell, run._record, lambda: run._seen_failed)
@@ -343,12 +351,13 @@ class Lab(ShownLab):
 
     @property
     def view(self) -> Any:
-        """The ipyparallel DirectView of the engines: in rank order of the newest run while its engines live, else all.
+        """The ipyparallel DirectView of the engines: in rank order of the run at work while its engines live, else all.
 
         LabError when they cannot be reached.
         """
         self._view = self._view or LabView()
-        return self._view.of(self.info(), self.run._record.info.get("engines", []) if self.run is not None else [])
+        run = self.current
+        return self._view.of(self.info(), run._record.info.get("engines", []) if run is not None else [])
 
     def close(self, timeout: float = CLOSE) -> None:
         """End the engines and everything the lab has started; a live run ends with it. No process is left."""

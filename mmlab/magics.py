@@ -1,6 +1,6 @@
 """`%load_ext mmlab`: the command line in a cell, and cells on live ranks.
 
-`%mmlab WORD ...` says what `mmlab WORD ...` says in a terminal, about the newest run of the only live lab unless it is
+`%mmlab WORD ...` says what `mmlab WORD ...` says in a terminal, about the run at work in the only live lab unless it is
 told another one. `%%rank 2` and `%%ranks` run a cell in the engines of ranks, beside the training thread.
 """
 
@@ -38,7 +38,7 @@ class LabMagics(Magics):
     def mmlab(self, line: str) -> None:
         """%mmlab [--lab LAB] [--run RUN] WORD [ARGUMENTS]: what `mmlab WORD` does in a terminal.
 
-        The run may be left out: it is the newest of the only live lab (of LAB), else the newest of all. `%mmlab --help`
+        The run may be left out: it is the one at work in the only live lab (in LAB), else the newest. `%mmlab --help`
         lists the words, `%mmlab WORD --help` says what one takes.
         """
         try:
@@ -96,8 +96,8 @@ class LabMagics(Magics):
             return open_run(run)
         if lab or Lab.live():
             found = self._lab(lab)
-            if found.run is not None:
-                return found.run
+            if (current := found.current) is not None:
+                return current
             if lab:
                 raise LabError(f"lab {lab} has had no run yet")
         if not list_runs():
@@ -161,9 +161,10 @@ class LabMagics(Magics):
 
         lab = self._lab(options.lab)
         view = lab.view
-        chosen = engines_of(_in_rank_order(lab, view), ranks)
+        run = lab.current
+        chosen = engines_of(_in_rank_order(run, view), ranks)
         processes = {engine["engine"]: engine for engine in lab.info().get("up", [])}
-        with between(lab.run) if options.between else contextlib.nullcontext():
+        with between(run) if options.between else contextlib.nullcontext():
             ask(view, chosen, source, processes, say, show, options.timeout)
 
 
@@ -201,7 +202,7 @@ def overview() -> str:
     rows += [(name, _first_line(command)) for name, command in sorted(_commands().items()) if name not in HOLDING]
     width = max(len(name) for name, _ in rows)
     listed = [f"  {name:{width}}  {text}" for name, text in rows]
-    usage = f"%mmlab {OPTIONS} WORD [ARGUMENTS]   about the newest run of the only live lab, unless told otherwise"
+    usage = f"%mmlab {OPTIONS} WORD [ARGUMENTS]   about the run at work in the only live lab, unless told otherwise"
     more = "%mmlab WORD --help says what a word takes. %%rank --help, %%ranks --help: cells on live ranks."
     return "\n".join([usage, "", *listed, "", more])
 
@@ -258,9 +259,9 @@ def _parsed(magic: Any, line: str) -> argparse.Namespace | None:
     return found
 
 
-def _in_rank_order(lab: Lab, view: Any) -> list[int]:
-    """Engines by rank: those of the newest run, else all that are up."""
-    record = lab.run._record.info.get("engines", []) if lab.run is not None else []
+def _in_rank_order(run: Run | None, view: Any) -> list[int]:
+    """Engines by rank: those of a run, else all that are up."""
+    record = run._record.info.get("engines", []) if run is not None else []
     return list(record) or list(view.targets)
 
 

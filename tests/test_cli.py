@@ -79,7 +79,7 @@ def test_help_lists_all_commands_without_loading_what_computes(command: Command)
     code, out, _ = command("--help")
     assert code == 0
     verbs = "pause resume step set compress compression checkpoint restore stop doctor abort placement measured"
-    for name in f"demo run new check layout balance verify data runs show {verbs} lab labs close".split():
+    for name in f"demo run new check layout balance verify data runs show {verbs} lab labs grow close".split():
         assert f" {name} " in out
     script = "import sys, mmlab.cli; mmlab.cli.build_app(); print(*(m for m in sys.modules if '.' not in m))"
     loaded = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout.split()
@@ -134,6 +134,7 @@ def test_broken_plans_are_refused_with_field_and_message(command: Command, path:
         (("show", "last"), "`mmlab runs` lists them"),
         (("close",), "--all"),
         (("close", "nothing"), "no lab nothing"),
+        (("grow", "nothing", "3"), "no lab nothing"),
         (("lab", "file/work"), "cannot be written"),
     ],
 )

@@ -233,6 +233,19 @@ def alive(paths: LabPaths) -> bool:
     return process_alive(keeper["pid"], keeper["started"])
 
 
+def read_info(paths: LabPaths) -> dict[str, Any]:
+    """What a lab's keeper last wrote, {} before it wrote anything; of the runs it has had, those that are still its."""
+    info = read_json(paths.state) or {}
+    return info | {"runs": [run for run in info["runs"] if owns(paths, run)]} if "runs" in info else info
+
+
+def owns(paths: LabPaths, run_dir: str | Path) -> bool:
+    """Whether a run is this lab's: not deleted, nor started again by another lab or torchrun (its `run.json` says)."""
+    run = read_json(RunPaths(Path(run_dir)).run)
+    lab = run.get("lab") if isinstance(run, dict) else None
+    return isinstance(lab, dict) and lab.get("root") == str(paths.root)
+
+
 def status(paths: LabPaths, config: dict[str, Any]) -> dict[str, Any]:
     """{"id", "state": queued | starting | ready | failed | ended, "engines", "ready", "job", "reason"} of a lab."""
     info = read_json(paths.state) or {}
@@ -281,18 +294,21 @@ def clean_leftovers() -> list[str]:
 
 def grow(paths: LabPaths, engines: int) -> None:
     """Have a lab start engines until it has that many; returns once its keeper has taken note. LabError for fewer than
-    it has, and where no keeper answers."""
+    it has, where no keeper answers within NOTED, and when the lab has ended."""
     if not isinstance(engines, int) or isinstance(engines, bool) or engines < 1:
         raise LabError(f"a lab grows to a whole number of engines, not {engines!r}")
     has = status(paths, read_json(paths.config) or {})["engines"]
+    ended = f"lab {paths.root.name} has ended; start another with mmlab.Lab()"
     if not alive(paths):
-        raise LabError(f"lab {paths.root.name} has ended; start another with mmlab.Lab()")
+        raise LabError(ended)
     if engines < has:
         name = paths.root.name
         raise LabError(f"lab {name} has {has} engines, and a lab only grows: close it and start a smaller one")
     ask(paths, "engines", n=engines)
     end = time.monotonic() + NOTED
     while (read_json(paths.state) or {}).get("engines", 0) < engines:
+        if not alive(paths):
+            raise LabError(ended)
         if time.monotonic() > end:
             raise LabError(
                 f"the keeper of lab {paths.root.name} has not answered within {NOTED:g} s; once it does, the lab grows"
@@ -301,7 +317,7 @@ def grow(paths: LabPaths, engines: int) -> None:
 
 
 def end_lab(paths: LabPaths, info: dict[str, Any], timeout: float) -> str:
-    """End a lab and everything that it has started; `info` is what its keeper last wrote.
+    """End a lab and everything that it has started; `info` is its `read_info`.
 
     "closed" when the keeper did it; "forced" when that did not within `timeout` seconds, or is stopped; "remains" when
     it had died.
@@ -315,7 +331,8 @@ def end_lab(paths: LabPaths, info: dict[str, Any], timeout: float) -> str:
     force_end(paths, info)
     if how == "forced":
         for folder in info.get("runs", []):
-            _mark_stopped(Path(folder))
+            if owns(paths, folder):
+                _mark_stopped(Path(folder))
     return how
 
 

@@ -89,6 +89,8 @@ class Desk:
     def __init__(self, root: Path | str) -> None:
         self.folders = RunFolders(root)
         self._lock = threading.Lock()
+        self._following = threading.Lock()
+        """Held while the dictionary of what is followed changes, not while a disk is read."""
         self._followed: dict[Path, Followed] = {}
         self._over: dict[Path, tuple[int, dict[str, Any]]] = {}
         self._overview: tuple[float, dict[str, Any]] | None = None
@@ -124,8 +126,7 @@ class Desk:
         "outside" (how many of its runs are not below the root)."""
         found = []
         for paths in registry.live_labs():
-            info = read_json(paths.state) or {}
-            keys = [self.folders.key(folder) for folder in info.get("runs", []) if Path(folder, "run.json").is_file()]
+            keys = [self.folders.key(folder) for folder in registry.read_info(paths).get("runs", [])]
             inside = [key for key in keys if key is not None]
             status = registry.status(paths, read_json(paths.config) or {})
             found.append(status | {"runs": inside, "outside": len(keys) - len(inside)})
@@ -163,9 +164,10 @@ class Desk:
         if found is None or found.created != (read_json(paths.run) or {}).get("created"):  # else a new run of that name
             found = Followed(paths.root)
             self._over.pop(paths.root, None)
-            for root, _ in sorted(self._followed.items(), key=lambda item: item[1].asked)[: -FEEDS + 1]:
-                self._followed.pop(root, None)
-            self._followed[paths.root] = found
+            with self._following:
+                for root, _ in sorted(self._followed.items(), key=lambda item: item[1].asked)[: -FEEDS + 1]:
+                    self._followed.pop(root, None)
+                self._followed[paths.root] = found
         found.asked = time.monotonic()
         return found
 
@@ -217,7 +219,7 @@ class Desk:
         "how": as `registry.end_lab` says}. LabError for one that is not there, and for one with an unfinished run
         outside of the root."""
         (paths, *_) = [one for one in registry.dead_labs() if one.root.name == lab_id] or [self._live(lab_id)]
-        info = read_json(paths.state) or {}
+        info = registry.read_info(paths)
         for folder in info.get("runs", []):
             if self.folders.key(folder) is None and last_state(RunPaths(Path(folder)).events) not in ENDED:
                 raise LabError(f"lab {lab_id} has a run outside of {self.folders.root}: `mmlab close {lab_id}` ends it")

@@ -67,7 +67,8 @@ class LabSource:
             self.info = self.lab.info() or ({} if self.ended else self.info)
             found = [self._run(Path(folder)) for folder in self.info.get("runs", [])[-RUNS:]]
             self.runs = [row for row in found if row]
-            ranks: list[Any] = next((row["ranks"] for row in self.runs[::-1] if row["state"] != "queued"), [])
+            began = [row for row in self.runs if row["ranks"] or row["state"] not in ("queued", *ENDED)]
+            ranks: list[Any] = began[-1]["ranks"] if began else []
             by_engine = {rank["engine"]: rank for rank in ranks}
             self.engines = [self._engine(up, by_engine.get(up["engine"], {})) for up in self.info.get("up", [])]
             self.others = self._others()

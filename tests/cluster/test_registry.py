@@ -1,5 +1,6 @@
 """Labs written down: private files, clients, requests, and leftovers of dead keepers."""
 
+import shutil
 import subprocess
 import sys
 import time
@@ -10,6 +11,10 @@ import pytest
 from mmlab.cluster import registry
 from mmlab.cluster.queue import Queue
 from mmlab.cluster.registry import LabConfig, LabPaths
+from mmlab.errors import LabError
+from mmlab.messages.events import last_state
+from mmlab.messages.files import read_json, write_json
+from mmlab.messages.runs import create_run
 
 
 @pytest.fixture
@@ -58,6 +63,25 @@ def test_a_lab_being_born_lives_and_one_without_keeper_is_cleaned(paths):
     assert registry.clean_leftovers() == ["abc"]
     assert not paths.root.exists()
     assert (paths.root.parent / "cancelled").exists()
+
+
+def test_what_another_lab_has_started_again_goes_on_when_its_first_one_is_closed(paths, tmp_path, monkeypatch):
+    stays, moved, deleted = (create_run(tmp_path / "runs", "plan", "", 1, 1) for _ in range(3))
+    for run, root in ((stays, paths.root), (moved, paths.root.with_name("other"))):
+        write_json(run.run, read_json(run.run) | {"lab": {"root": str(root), "host": "here"}})
+    deleted.run.unlink()
+    runs = [str(run.root) for run in (stays, moved, deleted)]
+    registry.write_private(paths.state, {"keeper": registry.this_process(), "runs": runs})
+    assert registry.read_info(paths)["runs"] == runs[:1]
+    monkeypatch.setattr(registry, "force_end", lambda *_: None)  # this process is the keeper
+    assert registry.end_lab(paths, read_json(paths.state), timeout=0.0) == "forced"
+    assert [last_state(run.events) for run in (stays, moved)] == ["stopped", "queued"]
+
+
+def test_a_lab_that_ends_while_it_is_to_grow_is_not_waited_for(paths, monkeypatch):
+    monkeypatch.setattr(registry, "ask", lambda *_, **__: shutil.rmtree(paths.root))
+    with pytest.raises(LabError, match="lab abc has ended"):
+        registry.grow(paths, 2)
 
 
 def test_a_queue_knows_when_a_job_has_left(tmp_path, monkeypatch):

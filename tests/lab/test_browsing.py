@@ -45,6 +45,10 @@ def test_from_a_checkpoint_to_a_branch(small_lab, run):
     run.checkpoint("wide").wait()
     _they_are_compared(run)
     dropped, branch = (_queued(run, early) for _ in range(2))
+    assert branch.status()["reason"].endswith(f" and of run {dropped.id}")
+    assert small_lab.run.dir == branch.dir
+    assert small_lab.current.dir == Lab._of(small_lab._paths).current.dir == run.dir
+    assert list(small_lab.view.targets) == [rank["engine"] for rank in run.status()["ranks"]]
     dropped.stop()
     dropped.wait(timeout=10)
     assert (dropped.status()["state"], dropped.status()["reason"]) == ("stopped", "stopped before it started")

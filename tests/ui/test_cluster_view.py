@@ -8,13 +8,17 @@ import socket
 import time
 from dataclasses import asdict
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+from IPython.core.interactiveshell import InteractiveShell
 
 from mmlab.cluster import registry
 from mmlab.cluster.registry import LabPaths
-from mmlab.lab import Lab
-from mmlab.messages import read_json, write_json
+from mmlab.lab import Lab, Run
+from mmlab.magics import LabMagics, _in_rank_order
+from mmlab.messages import EventLog, RunPaths, read_json, write_json
+from mmlab.messages.runs import create_run
 from mmlab.ui.lab_source import LabSource
 from mmlab.ui.panels.cluster import Cluster
 from mmlab.ui.part import Part
@@ -28,10 +32,10 @@ def lab(started: SyntheticRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     """A lab on paper: this process is its keeper and its first engine; another engine is of another host."""
     monkeypatch.setenv("JUPYTER_RUNTIME_DIR", str(tmp_path / "runtime"))
     started.train(3)
-    write_json(started.paths.run, (read_json(started.paths.run) or {}) | {"engines": [4, 9]})
     paths = LabPaths(registry.registry() / "abc123")
     for folder in (paths.root, paths.control, paths.clients):
         folder.mkdir(parents=True)
+    _given_to(paths, started.paths, engines=[4, 9])
     config = registry.LabConfig("abc123", 3, "", None, 60.0, 60.0, "worker", time.time())
     registry.write_private(paths.config, asdict(config))
     me = registry.this_process()
@@ -42,6 +46,40 @@ def lab(started: SyntheticRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     found = {"id": "abc123", "state": "starting", "engines": 3, "ready": 2, "job": "77", "reason": "", "keeper": me}
     registry.write_private(paths.state, found | {"up": up, "runs": [str(started.dir)], "processes": []})
     return Lab._of(paths)
+
+
+def _given_to(paths: LabPaths, run: RunPaths, **more: object) -> None:
+    """Write that a run is a lab's."""
+    lab = {"root": str(paths.root), "host": socket.gethostname()}
+    write_json(run.run, (read_json(run.run) or {}) | {"lab": lab} | more)
+
+
+def test_the_run_at_work_is_meant_while_others_are_queued_behind_it(lab: Lab, started: SyntheticRun) -> None:
+    """Until another lab has it."""
+    queued = create_run(started.dir.parent, "branch", started.paths.plan.read_text(), 3, 9)
+    dropped = create_run(started.dir.parent, "dropped", started.paths.plan.read_text(), 3, 9)
+    for run in (queued, dropped):
+        _given_to(lab._paths, run)
+    log = EventLog(dropped.events)
+    log.emit("state", state="stopped", step=0, reason="stopped before it started")
+    log.close()
+    runs = [str(run) for run in (started.dir, queued.root, dropped.root)]
+    registry.write_private(lab._paths.state, lab.info() | {"runs": runs})
+    magics = LabMagics(InteractiveShell())
+    assert magics._run("", "").dir == started.dir
+    found = magics._lab()
+    assert found.run is not None
+    assert found.run.dir == dropped.root
+    assert [run.dir for run in found._busy_with()] == [started.dir, queued.root]
+    assert _in_rank_order(found.current, SimpleNamespace(targets=[9, 4])) == [4, 9]
+    source = LabSource(lab)
+    source.look()
+    assert [engine["rank"] for engine in source.engines] == [0, 1]
+    found.run = Run(started.dir)
+    _given_to(LabPaths(lab._paths.root.with_name("other")), started.paths)
+    assert found.current is not None
+    assert found.current.dir == dropped.root
+    assert [run.dir for run in found._busy_with()] == [queued.root]
 
 
 def test_engines_are_told_with_their_ranks_and_runs(lab: Lab, started: SyntheticRun) -> None:
