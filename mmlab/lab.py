@@ -276,9 +276,9 @@ class Lab(ShownLab):
         return self
 
     def grow(self, engines: int) -> Lab:
-        """Have more engines, `engines` in all; returns once the lab has noted it, they start meanwhile (`wait()` waits for
-        them). The run at work goes on as it is; a relayout can take them in. LabError for fewer engines than there are,
-        when the lab has ended, and when it does not answer within 5 seconds.
+        """Have more engines, `engines` in all; returns once the lab has noted it, they start meanwhile (`wait()` waits
+        for them). The run at work goes on as it is; a relayout can take them in. LabError for fewer engines than there
+        are, when the lab has ended, and when it does not answer within 5 seconds.
         """
         registry.grow(self._paths, engines)
         return self
