@@ -276,9 +276,8 @@ class Lab(ShownLab):
         return self
 
     def grow(self, engines: int) -> Lab:
-        """Have more engines, `engines` in all; returns once the lab has noted it, they start meanwhile (`wait()` waits
-        for them). The run at work goes on as it is; a relayout can take them in. LabError for fewer engines than there
-        are, when the lab has ended, and when it does not answer within 5 seconds.
+        """Have more engines, `engines` in all; returns once the lab has noted it, `wait()` waits for them. The run at
+        work goes on; a relayout can take them in. LabError for fewer, and without an answer of the lab within 5 s.
         """
         registry.grow(self._paths, engines)
         return self
@@ -340,8 +339,7 @@ class Lab(ShownLab):
             log.emit("state", state="queued", step=0, reason=reason)
             log.close()
         registry.ask(self._paths, "launch", **arguments, after=bool(before))
-        shell = current_shell()
-        if in_kernel() and shell is not None:
+        if in_kernel() and (shell := current_shell()) is not None:
             report_unseen(shell, run._record, lambda: run._seen_failed)
 
     def runs(self) -> list[Run]:
