@@ -148,7 +148,7 @@ export class Actions {
 
   /** A new notebook whose cell trains on the newest lab, or on one that it starts. */
   async newNotebook(): Promise<void> {
-    const lab = this.model.labs[this.model.labs.length - 1];
+    const lab = this.model.labs.filter(one => one.state !== 'ended' && one.state !== 'failed').pop();
     const first = lab ? `lab = mmlab.Lab.attach("${lab.id}")` : 'lab = mmlab.Lab(engines=3)';
     const text = `import mmlab\n\n${first}\nrun = lab.train(mmlab.Plan.preset("laptop").with_("train.steps=500"))\nrun`;
     await this.try(async () => {

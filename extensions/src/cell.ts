@@ -26,6 +26,8 @@ export interface ICommands {
 /** A cell that was written into a notebook by a button. */
 export class Cell {
   private readonly cell: ICellLike | null;
+  /** The count of its last run before: a cell that was emptied keeps it. */
+  private readonly before: number | null | undefined;
 
   constructor(
     private readonly panel: INotebookLike,
@@ -34,12 +36,14 @@ export class Cell {
     private readonly inFront: () => boolean
   ) {
     this.cell = panel.content?.activeCell ?? null;
+    this.before = this.cell?.model.sharedModel.execution_count;
     this.cell?.model.sharedModel.setSource(text);
   }
 
   /** Whether somebody has run it. */
   get ran(): boolean {
-    return typeof this.cell?.model.sharedModel.execution_count === 'number';
+    const count = this.cell?.model.sharedModel.execution_count;
+    return typeof count === 'number' && count !== this.before;
   }
 
   /**

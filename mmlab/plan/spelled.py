@@ -15,6 +15,7 @@ from mmlab.plan.entry import toml_value
 from mmlab.plan.io import Diff, parse_override, read
 from mmlab.plan.plan import Plan
 from mmlab.plan.presets import preset_names
+from mmlab.plan.typed import separate
 
 
 @dataclass(frozen=True)
@@ -54,8 +55,9 @@ def nearest_preset(plan: Plan) -> Base:
 
 def override(key: str, value: Any) -> str:
     """`key=value` that `Plan.with_` and the command line read back; text goes without quotes where it can."""
-    if isinstance(value, str) and value and parse_override(f"{key}={value}") == (key, value):
-        return f"{key}={value}"
+    bare = f"{key}={value}"
+    if isinstance(value, str) and value and separate(bare) == [bare] and parse_override(bare) == (key, value):
+        return bare
     return f"{key}={toml_value(value)}"
 
 

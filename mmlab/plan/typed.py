@@ -30,10 +30,11 @@ def separate(change: str) -> list[str]:
     """The changes that a text holds: one, whose value may be any TOML or a text without quotes, else several as in
     `changes_of`."""
     try:
-        tomllib.loads(f"value = {change.partition('=')[2].strip()}")
-        return [change]
+        if tomllib.loads(f"value = {change.partition('=')[2].strip()}").keys() == {"value"}:
+            return [change]  # else the next line is another change
     except tomllib.TOMLDecodeError:
-        changes, left = _split(change.strip(_BETWEEN))
+        pass
+    changes, left = _split(change.strip(_BETWEEN))
     return [change] if left or not changes else changes
 
 

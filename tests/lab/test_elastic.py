@@ -34,6 +34,13 @@ def lab(place, switch):
         assert_ended(pids)
 
 
+@pytest.fixture(autouse=True)
+def _engines_can_be_started(switch):
+    switch.unlink(missing_ok=True)
+    yield
+    switch.unlink(missing_ok=True)
+
+
 def ranks(run):
     """How many ranks are at work."""
     status = run.status()

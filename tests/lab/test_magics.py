@@ -234,9 +234,7 @@ def test_a_cell_comes_back_though_no_lab_lives(trained):
     lab.close()
     of = f"%mmlab --run {run.id}"
     for line, other in ((f"{of} restore --name 7 parallel.microbatches=4,", False), (f"{of} branch --name 7", True)):
-        began = time.monotonic()
         text = kernel.run(line)["text"]
-        assert time.monotonic() - began < 20, text
         assert "goes on meanwhile" in text
         [own] = Lab.live()
         assert f"it starts in lab {own.id} " in text

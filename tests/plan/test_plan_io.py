@@ -10,6 +10,7 @@ import mmlab
 from mmlab.errors import PlanError
 from mmlab.plan import Plan, known_keys, live_keys, preset_names, set_live
 from mmlab.plan.keys import get, sections
+from mmlab.plan.spelled import override
 from mmlab.plan.typed import changes_of
 
 
@@ -137,8 +138,12 @@ def test_one_text_may_hold_several_changes():
     plan = Plan().with_(text)
     assert (plan.parallel.tp, plan.parallel.layers_per_stage, plan.name) == (2, (1, 2), "x y")
     assert Plan().with_("parallel.tp=2,", "train.steps=9,").train.steps == 9
+    lines = Plan().with_("train.steps=9\nparallel.tp=2")
+    assert (lines.train.steps, lines.parallel.tp) == (9, 2)
     for whole in ("s3://x?a=1,b=2", "a folder/with spaces", "a, b"):
         assert Plan().with_(f"data.path={whole}").data.path == whole
+    spelled = override("data.path", "/data/a, model.b=1")  # as a command line for it says
+    assert Plan().with_(spelled).data.path == "/data/a, model.b=1"
 
 
 def test_later_overrides_win():

@@ -265,7 +265,7 @@ def test_a_run_keeps_its_checkpoints_in_s3(shards, tmp_path, monkeypatch):
 def branched_off(folder, name, monkeypatch):
     """A run that goes on for three steps from a checkpoint of step 4, on ranks of the test's own."""
     monkeypatch.setenv("MMLAB_RUNS", str(folder.parent / "branches"))
-    lab = SimpleNamespace(_check_fits=lambda plan: None, _launch=lambda run, restore: None)
+    lab = SimpleNamespace(_check_fits=lambda plan: None, _launch=lambda run, restore, queue: None)
     return Run(folder).branch("train.steps=7", name=name, lab=lab)
 
 

@@ -112,7 +112,9 @@ def test_points_move_buttons_steer_and_a_reload_catches_up(
 
 def its_kernel_is_killed(page: Page, folder: Path) -> None:
     """After a reload the last picture stands where JupyterLab alone says "model not found"; a new kernel is live."""
-    [kernel] = [child for child in psutil.Process().children(recursive=True) if "ipykernel_launcher" in child.cmdline()]
+    own = {child.pid for child in psutil.Process().children(recursive=True)}
+    found = psutil.process_iter(["cmdline"])  # None where a process has just ended
+    [kernel] = [one for one in found if one.pid in own and "ipykernel_launcher" in (one.info["cmdline"] or [])]
     kernel.kill()
     page.get_by_role("button", name="Ok").click(timeout=30_000)  # "it will restart automatically"
     kernel_idle(page)

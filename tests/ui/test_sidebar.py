@@ -130,7 +130,7 @@ def start_a_lab_and_attach(session: Session) -> list[int]:
     page.locator(".jp-Dialog input").fill("2")
     session.dialog("Start")
     said = side.locator(".mmlab-said")
-    expect(said).to_contain_text("is starting")
+    expect(said).to_contain_text("is starting", timeout=30_000)
     expect(side.locator(".mmlab-lab")).to_contain_text("ready · 2 of 2 engines", timeout=90_000)
     expect(said).to_have_text("", timeout=5_000)
     grow(session, "1", "only grows")
@@ -154,7 +154,7 @@ def grow(session: Session, engines: str, said: str) -> None:
     session.side.get_by_role("button", name=re.compile("^More engines for lab")).click()
     session.page.locator(".jp-Dialog input").fill(engines)
     session.dialog("Start them")
-    expect(session.side.locator(".mmlab-said")).to_contain_text(said)
+    expect(session.side.locator(".mmlab-said")).to_contain_text(said, timeout=30_000)
 
 
 def train(session: Session) -> RunRecord:
