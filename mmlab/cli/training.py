@@ -126,7 +126,12 @@ def _in_own_lab(plan: Plan, start: Callable[[Lab], Run]) -> dict[str, Any]:
 
 
 def results_of(feed: Feed, seconds: float) -> dict[str, Any]:
-    """What `--json` holds of a run; `loss_fall` compares the mean of the first and the last tenth of the steps."""
+    """What `--json` holds of a run; `loss_fall` compares the mean of the first and the last tenth of the steps.
+
+    RunFailed when the run was deleted: there is nothing to report from.
+    """
+    if feed.state == "deleted":
+        raise RunFailed(f"run {feed.record.id} was deleted: {feed.reason}")
     losses = [event["loss"] for event in feed.record.metrics()]
     span = max(1, len(losses) // 10)
     fall = 1 - (sum(losses[-span:]) / sum(losses[:span])) if len(losses) > 1 else None

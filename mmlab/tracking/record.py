@@ -70,7 +70,8 @@ class RunRecord:
 
     @property
     def plan(self) -> Plan:
-        """The plan that the run was started with, and what was measured at its start or changed by a relayout."""
+        """The plan that the run was started with, and what was measured at its start or changed by a relayout.
+        MmlabError where the run was deleted before anybody read it."""
         from mmlab.plan import Plan
 
         with contextlib.suppress(OSError):
@@ -78,6 +79,8 @@ class RunRecord:
             if self._plan is None or self._plan_file != (now.st_ino, now.st_mtime_ns):
                 self._plan = Plan.load(self.paths.plan)
                 self._plan_file = (now.st_ino, now.st_mtime_ns)
+        if self._plan is None and not self.paths.run.is_file():
+            raise MmlabError(f"run {self.id} was deleted: {self.paths.root} is gone")
         return self._plan or Plan.load(self.paths.plan)
 
     def events(self) -> list[Event]:

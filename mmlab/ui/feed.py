@@ -25,6 +25,9 @@ from mmlab.ui.words import clock, event_text
 
 READ_LIMIT = 256 * 1024
 """Bytes of the event log read at once: 5 ms of work."""
+GONE = 3.0
+"""Seconds for which a run's folder must be gone until it counts as deleted: network file systems lose one for a moment,
+and a view that was told of an end stays closed."""
 PIECE = 256 * 1024
 """Bytes of the log of which it is known, at least, which steps lie in them."""
 STEP_CURVES = ("loss", "tokens_per_s", "images_per_s", "grad_norm_total", "data_wait")
@@ -127,6 +130,7 @@ class Feed:
         self.reading: float | None = None
         """The share of the log that has been read, while that takes several calls; else None."""
         self._said = (self.state, self.reason)
+        self._gone: float | None = None
         self.step = 0
         self.steps = self.plan.train.steps
         self.rates = {name: getattr(self.plan.train, name).lr for name in ("vision", "projector", "language")}
@@ -173,13 +177,13 @@ class Feed:
         """
         count, began, end = 0, self._offset, time.perf_counter() + seconds
         while True:
+            if self._offset > began and time.perf_counter() > end and self.unread:
+                self._stop_short()
+                return count
             lines, after = read_lines(self.paths.events, self._offset, READ_LIMIT)
             if after == self._offset:
                 if self.reading is not None:
                     self.reading, (self.state, self.reason) = None, self._said
-                return count
-            if self._offset > began and time.perf_counter() > end:
-                self._stop_short()
                 return count
             start, self._offset = self._offset, after
             steps = []
@@ -214,8 +218,16 @@ class Feed:
         self.reading = self._offset / max(1, self._offset + self.unread)
 
     def look(self) -> None:
-        """Ask the record for the state that beacons and processes tell (a dead rank writes no event)."""
-        present = self.record.present(self.state, self.reason)
+        """Ask the record for the state that beacons and processes tell (a dead rank writes no event). A run is deleted
+        when its folder has been gone for some seconds; one that comes back is what its log said."""
+        known = self._said if self.state == "deleted" else (self.state, self.reason)
+        present = self.record.present(*known)
+        if present["state"] != "deleted":
+            self._gone = None
+        else:
+            self._gone = time.monotonic() if self._gone is None else self._gone
+            if time.monotonic() - self._gone < GONE:
+                return
         self.state, self.reason, self.ranks = present["state"], present["reason"], present["ranks"]
 
     def near(self, names: Iterable[str], low: float, high: float) -> dict[str, Series] | None:

@@ -261,7 +261,8 @@ class Part:
         self._want_history.set()  # what the failed turn had marked as sent may not have been
         with suppress(Exception):  # where nothing can be sent there is nobody to tell
             assert self._view is not None
-            self._view.send_tick({name: frame for name, (_, frame) in self._frames.items()}, {})
+            frames = {name: self._said(self.panels[name], frame) for name, (_, frame) in self._frames.items()}
+            self._view.send_tick(frames, {})
 
     def _pause(self) -> float:
         unseen = time.monotonic() - self._seen >= SEEN_FOR

@@ -281,9 +281,12 @@ def test_a_cell_that_can_take_it_gets_a_new_picture_now_and_then(
     assert screen.published == 2  # nothing new: nothing to save
 
 
-def test_a_run_that_was_deleted_is_told_and_its_last_picture_stays(started: SyntheticRun, screen: Screen) -> None:
+def test_a_run_that_was_deleted_is_told_and_its_last_picture_stays(
+    started: SyntheticRun, screen: Screen, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from mmlab.lab import Run
 
+    monkeypatch.setattr(feeds, "GONE", 0.1)
     started.train(3)
     started.evaluate()
     started.trace()

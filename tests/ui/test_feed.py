@@ -9,8 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from mmlab.errors import MmlabError
+from mmlab.cli.training import results_of
+from mmlab.errors import MmlabError, RunFailed
 from mmlab.messages import PHASES
+from mmlab.messages.events import read_lines
+from mmlab.tracking.record import RunRecord
 from mmlab.ui import feed as feeds
 from mmlab.ui.feed import Feed
 from ui.synthetic import SyntheticRun
@@ -79,6 +82,29 @@ def test_phases_are_means_over_the_last_steps(started: SyntheticRun) -> None:
     assert read(started).phases() == [[2.0] * len(PHASES)] * 6
 
 
+def test_a_folder_that_is_gone_for_a_moment_is_not_a_deleted_run(
+    started: SyntheticRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started.train(2)
+    feed, unread, aside = read(started), RunRecord(started.dir), started.dir.with_name("aside")
+    started.dir.rename(aside)
+    feed.read()
+    feed.look()
+    assert (feed.state, feed.ended) == ("running", False)
+    with pytest.raises(MmlabError, match=rf"run {started.dir.name} was deleted: .* is gone"):
+        unread.placement()
+    monkeypatch.setattr(feeds, "GONE", 0.0)
+    feed.look()
+    assert (feed.state, feed.ended) == ("deleted", True)
+    with pytest.raises(RunFailed, match=r"was deleted: .* is gone") as failed:
+        results_of(feed, 1.0)
+    assert failed.value.exit_code == 2
+    aside.rename(started.dir)
+    feed.read()
+    feed.look()
+    assert (feed.state, len(feed.ranks)) == ("running", 6)
+
+
 def told(feed: Feed) -> dict[str, object]:
     """Everything that a feed has read."""
     trail = feed.compression
@@ -131,12 +157,14 @@ def hard_log(run: SyntheticRun) -> Iterator[None]:
 def test_a_log_read_in_slices_while_it_grows_ends_as_one_read_at_once(
     started: SyntheticRun, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    sliced, shares = Feed(started.dir, capacity=100), set()
+    sliced, shares, reads = Feed(started.dir, capacity=100), [], []
     for _ in hard_log(started):
         for _ in range(3):  # it grows before all of it has been read
             monkeypatch.setattr(feeds, "READ_LIMIT", 50_000)
+            monkeypatch.setattr(feeds, "read_lines", lambda *some: (reads.append(some), read_lines(*some))[1])
             sliced.read(seconds=0)
-            shares.add(sliced.reading)
+            shares.append(sliced.reading)
+    assert len(reads) == len(shares)  # what is read is not thrown away
     assert all(share is not None and 0 < share < 1 for share in shares)
     assert (sliced.state, sliced.reason, sliced.ended) == ("failed", "broken", False)  # as the end of the log says
     while sliced.reading is not None:

@@ -166,6 +166,18 @@ def test_events_are_told_in_chinese_with_their_values() -> None:
     )
 
 
+def test_of_long_lines_the_beginning_is_said_and_lists_of_any_length_are_taken() -> None:
+    said = chinese()
+    waiting = "; ".join(f"rank {rank} waits for rank {rank + 1}" for rank in range(100))
+    failed = said.say(f"rank 3 (stage 0 tp 1) failed in forward of step 12: {waiting}\nits process ended")
+    assert failed.startswith("rank 3（stage 0 tp 1）在第 12 步的前向中失败：rank 0 ")
+    assert failed.endswith(waiting[240:] + "\n其进程已结束")
+    names = ", ".join(f"name {number}" for number in range(400))
+    assert said.say(names) == names
+    has = ", ".join(f"c{step} (step {step})" for step in range(30))
+    assert said.say(f"run x has no checkpoint 40; it has: {has}").count("（第") == 30
+
+
 @pytest.mark.parametrize(
     "text", ["", "quickstart", "parallel.tp: 2 → 4", "a sentence that nobody has translated yet", "tree of life"]
 )
@@ -200,7 +212,12 @@ def test_a_page_is_told_in_its_language_and_the_api_in_english(started: Syntheti
     while not any(message["kind"] == "history" for message in sent) and time.monotonic() < deadline:
         time.sleep(0.05)
     told = json.dumps(next(message for message in sent if message["kind"] == "history"), ensure_ascii=False)
-    dashboard.close()
+    with dashboard._lock:
+        sent.clear()
+        dashboard._tell(OSError("gone"))
+        dashboard.close()
+    ticks = [message for message in sent if message["kind"] == "tick"]
+    assert [set(frame) for frame in ticks[0]["frames"].values()] == [{"problem"}] * len(ticks[0]["frames"])
     assert "谱系" in told
     assert "lineage" not in told
     assert "lineage" in repr(dashboard)
