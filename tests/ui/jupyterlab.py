@@ -37,6 +37,7 @@ def jupyterlab(
     (settings / "themes.jupyterlab-settings").write_text(json.dumps({"theme": theme}))
     (settings / "notification.jupyterlab-settings").write_text(json.dumps({"fetchNews": "false"}))
     more = {"IPYTHONDIR": str(folder / "ipython"), "JUPYTERLAB_SETTINGS_DIR": str(folder / "settings")}
+    more["MMLAB_RUNS"] = str(folder / "runs")  # tests of labs leave theirs in the environment until the session ends
     more |= sidebar_of_checkout(folder) | environment
     options = [f"--ServerApp.base_url={base}/"] if base else []
     with serving("jupyterlab", folder, folder, TOKEN, options, more, port) as port:

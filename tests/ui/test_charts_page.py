@@ -17,6 +17,7 @@ from mmlab.ui.panels.charts import Charts
 from mmlab.ui.panels.head import Head
 from mmlab.ui.part import Part
 from mmlab.ui.source import RunSource
+from mmlab.ui.view import View
 from ui.stage import DARK, Stage, browser_page
 from ui.synthetic import InboxRun, SyntheticRun
 
@@ -263,7 +264,10 @@ def test_a_theme_that_changes_is_followed(charts: Stage, page: Page) -> None:
     charts.until(lambda: page.evaluate(PIXELS, 0) != before)
 
 
-def test_without_a_kernel_a_page_shows_what_was_saved(page: Page, started: SyntheticRun, parts: list[Part]) -> None:
+def test_without_a_kernel_a_page_shows_what_was_saved(
+    page: Page, started: SyntheticRun, parts: list[Part], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(View, "answer", lambda view: None)
     started.train(5)
     parts.append(part(RunSource(InboxRun(started.dir), started.dir), "charts"))
     parts[0]._period = 60.0

@@ -63,7 +63,8 @@ class Session:
 
     def told(self) -> str:
         """All that the sidebar says, and what the run's own log says."""
-        states = [event["state"] for event in self.run().events() if event["kind"] == "state"]
+        runs = (self.folder / "runs").glob("*/run.json")
+        states = [e["state"] for run in runs for e in RunRecord(run.parent).events() if e["kind"] == "state"]
         return f"{self.side.inner_text()!r}; of the run's log: {states[-5:]}"
 
     def shot(self, name: str) -> None:
