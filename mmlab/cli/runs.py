@@ -23,9 +23,9 @@ CELL_TIMEOUT = 2.0
 
 def register(app: typer.Typer) -> None:
     """Add the commands about runs."""
-    looking, ending = (list_all, show, placement, measured, traffic, compression, ledger), (stop, abort)
-    steering = (diagnose, doctor, pause, resume, step, set_, compress, relayout, checkpoint, restore, export, chaos)
-    for command in (*looking, *steering, *ending):
+    looking = (list_all, show, placement, measured, traffic, compression, ledger, diagnose, doctor)
+    steering = (pause, resume, step, set_, compress, relayout, checkpoint, restore, export, chaos, stop, abort)
+    for command in (*looking, *steering):
         name = {"list_all": "runs", "set_": "set"}.get(command.__name__, command.__name__)
         app.command(name, rich_help_panel="Runs")(command)
 

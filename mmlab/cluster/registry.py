@@ -26,7 +26,7 @@ from jupyter_core.paths import jupyter_runtime_dir
 from mmlab.cluster.processes import MARK, Tracked, end_all
 from mmlab.errors import LabError
 from mmlab.messages import ENDED, Command, EventLog, RunPaths
-from mmlab.messages.events import last_events, last_state
+from mmlab.messages.events import last_events, last_of
 from mmlab.messages.files import process_alive, process_started, read_json
 from mmlab.plan.schema import ClusterConfig
 
@@ -349,9 +349,9 @@ def _mark_stopped(folder: Path) -> None:
     """Write that a run has ended with its lab, where nobody else has: its keeper did not live to do so."""
     with contextlib.suppress(OSError):
         path = RunPaths(folder).events
-        if last_state(path) in ENDED:
-            return
         events = last_events(path)
+        if last_of(events, "state").get("state") in ENDED:
+            return
         last = next((event for event in reversed(events) if "step" in event and event.get("lineage")), {})
         log = EventLog(path, last.get("lineage", ""))
         reason = "the lab was closed; its keeper did not answer"

@@ -183,9 +183,14 @@ def last_events(path: Path) -> list[Event]:
     return read_events(path, max(0, size - TAIL))[0]
 
 
+def last_of(events: list[Event], kind: str) -> Event:
+    """The last event of a kind; {} where there is none."""
+    return next((event for event in reversed(events) if event["kind"] == kind), {})
+
+
 def last_state(path: Path) -> str:
     """The state in the last `state` event among the end of a log; empty where there is none."""
-    return next((str(event["state"]) for event in reversed(last_events(path)) if event["kind"] == "state"), "")
+    return str(last_of(last_events(path), "state").get("state", ""))
 
 
 def last_steps(lineages: list[Event]) -> dict[str, float]:

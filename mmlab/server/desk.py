@@ -13,8 +13,8 @@ from mmlab.cluster import registry
 from mmlab.cluster.registry import CLOSE, LabPaths
 from mmlab.errors import LabError, MmlabError
 from mmlab.lessons import place_notebooks
-from mmlab.messages import ENDED, read_ack
-from mmlab.messages.events import last_events, last_state, planned_steps
+from mmlab.messages import ENDED, Event, read_ack
+from mmlab.messages.events import last_events, last_of, last_state, planned_steps
 from mmlab.messages.files import RunPaths, read_json
 from mmlab.server.folders import RunFolders
 from mmlab.tracking.sent import Sent
@@ -58,7 +58,7 @@ class Followed(Steered):
         status = self.status()
         feed = self.feed
         if feed.reading is not None:  # its curves are behind
-            return at_end(feed.paths) | status
+            return at_end(feed.paths, last_events(feed.paths.events)) | status
         return status | {"step": feed.step, "steps": feed.steps, "loss": feed.last.get("loss")}
 
     def details(self) -> dict[str, Any]:
@@ -73,11 +73,9 @@ class Followed(Steered):
             }
 
 
-def at_end(paths: RunPaths) -> dict[str, Any]:
-    """What the end of a run's log says: state, reason, step, steps, loss."""
-    events = last_events(paths.events)
-    state = next((e for e in reversed(events) if e["kind"] == "state"), {})
-    step = next((e for e in reversed(events) if e["kind"] == "step"), {})
+def at_end(paths: RunPaths, events: list[Event]) -> dict[str, Any]:
+    """What the events at the end of a run's log say: state, reason, step, steps, loss."""
+    state, step = last_of(events, "state"), last_of(events, "step")
     brief = {"state": state.get("state", ""), "reason": state.get("reason") or ""}
     brief |= {"step": step.get("step", state.get("step", 0)), "loss": step.get("loss")}
     return brief | {"steps": planned_steps(events, int((read_json(paths.run) or {}).get("steps", 0)))}
@@ -149,8 +147,9 @@ class Desk:
             size = paths.events.stat().st_size if paths.events.is_file() else 0
             known = self._over.get(paths.root)
             if known is None or known[0] != size:
-                over = last_state(paths.events) in ENDED
-                brief = at_end(paths) if over else self._follow(paths).brief()
+                events = last_events(paths.events)
+                over = last_of(events, "state").get("state") in ENDED
+                brief = at_end(paths, events) if over else self._follow(paths).brief()
                 if brief["state"] not in ENDED:
                     return self._name(key, paths) | brief
                 known = self._over[paths.root] = (size, brief)

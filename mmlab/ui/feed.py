@@ -15,7 +15,7 @@ from typing import Any
 
 from mmlab.messages import ENDED, PHASES, Event, RunPaths, read_events
 from mmlab.messages.checkpoints import chain
-from mmlab.messages.events import last_events, last_steps, live_values, parse_event, read_lines
+from mmlab.messages.events import last_events, last_of, last_steps, live_values, parse_event, read_lines
 from mmlab.plan import Plan, set_live
 from mmlab.tracking.bottleneck import SKIPPED
 from mmlab.tracking.compression import CompressionTrail
@@ -210,10 +210,9 @@ class Feed:
     def _stop_short(self) -> None:
         """Say how much has been read of a log that takes several calls, and what its end says of the state."""
         events = last_events(self.paths.events)
-        said = [event for event in events if event["kind"] == "state"]
-        if said:
-            self.state, self.reason = said[-1]["state"], said[-1].get("reason") or ""
-        elif any(event["kind"] == "step" for event in events):
+        if said := last_of(events, "state"):
+            self.state, self.reason = said["state"], said.get("reason") or ""
+        elif last_of(events, "step"):
             self.state, self.reason = "running", ""
         self.reading = self._offset / max(1, self._offset + self.unread)
 

@@ -1,36 +1,23 @@
 """One lab for most tests: engines take seconds to start. Registry, runs and profile are the tests' own."""
 
-import os
 from pathlib import Path
 
 import pytest
 from lab_helpers import FAKE, assert_ended, eventually, processes
+from own_places import own_places
 
 from mmlab import Plan, Run
 from mmlab.lab import Lab
 from mmlab.tracking import ENDED
-
-HERE = Path(__file__).parent
 
 
 @pytest.fixture(scope="session")
 def place(tmp_path_factory):
     """Environment of the tests' own for labs, runs and IPython profiles."""
     folder = tmp_path_factory.mktemp("labs")
-    values = {
-        "JUPYTER_RUNTIME_DIR": str(folder / "runtime"),
-        "IPYTHONDIR": str(folder / "ipython"),
-        "MMLAB_RUNS": str(folder / "runs"),
-        "PYTHONPATH": os.pathsep.join([str(HERE), *filter(None, [os.environ.get("PYTHONPATH")])]),
-    }
-    before = {name: os.environ.get(name) for name in values}
-    os.environ.update(values)
-    yield folder
-    for name, value in before.items():
-        if value is None:
-            del os.environ[name]
-        else:
-            os.environ[name] = value
+    with pytest.MonkeyPatch.context() as patch:
+        own_places(patch, folder)
+        yield folder
 
 
 @pytest.fixture(scope="session")

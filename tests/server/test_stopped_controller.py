@@ -15,13 +15,13 @@ from typing import Any
 
 import psutil
 import pytest
+from own_places import WORKERS, own_places
 from server.jupyter import Server, jupyter_server
 
 from mmlab import Plan
 from mmlab.lab import Lab
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
-FAKE = Path(__file__).resolve().parents[1] / "lab"
 LIMIT = 0.2
 """Seconds in which the server's other routes answer, on a machine that has time for them."""
 FREEZE = 5.0
@@ -31,11 +31,8 @@ FREEZE = 5.0
 @pytest.fixture
 def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Labs and runs of the test's own, for the server too."""
-    path = os.pathsep.join([str(FAKE), *filter(None, [os.environ.get("PYTHONPATH")])])
-    for name, value in {"JUPYTER_RUNTIME_DIR": "runtime", "IPYTHONDIR": "ipython", "MMLAB_RUNS": "root/runs"}.items():
-        monkeypatch.setenv(name, str(tmp_path / value))
-    monkeypatch.setenv("PYTHONPATH", path)
-    monkeypatch.syspath_prepend(str(FAKE))
+    own_places(monkeypatch, tmp_path, "root/runs")
+    monkeypatch.syspath_prepend(str(WORKERS))
     (tmp_path / "root" / "runs").mkdir(parents=True)
     return tmp_path
 

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from own_places import own_places
 from playwright.sync_api import Page, expect
 
 from mmlab.lab import Lab, Run
@@ -24,8 +25,6 @@ from ui.synthetic import SyntheticRun
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
 SIDEBAR = "#mmlab-sidebar"
-FAKE = Path(__file__).resolve().parents[1] / "lab"
-"""Where a worker without torch is."""
 
 
 def open_lab(page: Page, address: str) -> None:
@@ -196,10 +195,7 @@ BLOCKED = """for (const name of ["getItem", "setItem"]) {
 @pytest.fixture
 def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Labs and runs of the test's own, for the server too."""
-    path = os.pathsep.join([str(FAKE), *filter(None, [os.environ.get("PYTHONPATH")])])
-    for name, value in {"JUPYTER_RUNTIME_DIR": "runtime", "IPYTHONDIR": "ipython", "MMLAB_RUNS": "runs"}.items():
-        monkeypatch.setenv(name, str(tmp_path / value))
-    monkeypatch.setenv("PYTHONPATH", path)
+    own_places(monkeypatch, tmp_path)
     return tmp_path
 
 
