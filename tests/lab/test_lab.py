@@ -277,6 +277,4 @@ def test_attach_says_what_there_is(lab):
     assert Lab.attach(lab.id).id == lab.id
     with pytest.raises(LabError, match=f"no lab nothing; live labs: <Lab {lab.id}"):
         Lab.attach("nothing")
-    eventually(
-        lambda: len(alive(known := processes(lab))) == len(known)
-    )  # one that has ended is listed for two seconds
+    eventually(lambda: len(alive(known := processes(lab))) == len(known))  # they are looked up every two seconds

@@ -211,8 +211,8 @@ def test_busy_engines_and_words_of_the_command_line(at_work, tmp_path):
     assert "a run that goes on keeps its model" in refused["text"]
     assert "checkpoint: applied" in kernel.run("%mmlab checkpoint 7")["text"]
     assert "stop: " in kernel.run(f"%mmlab stop {run.id}")["text"]
-    run.wait(timeout=30, progress=False)
-    assert kernel.run("%%rank 0\nrank, 'model' in dir()")["text"] == "[0] (0, False)\n"
+    run.wait(timeout=60, progress=False)
+    eventually(lambda: kernel.run("%%rank 0\nrank, 'model' in dir()")["text"] == "[0] (0, False)\n")  # it has left
     assert run.compare("7", str(run.status()["step"])).modules, "digits: a name, else a step"
     with pytest.raises(CheckpointError, match=r"comparing was not done after 0\.01 s"):
         run.compare("7", "7", timeout=0.01)
