@@ -55,8 +55,8 @@ class LabView:
                     f"the controller does not answer ({error or type(error).__name__}); steering works without it"
                 ) from None
             self._file = file
-        registered = set(self._client.ids)
-        ids = ranks if ranks and set(ranks) <= registered else [one for one in up if one in registered]
+        there = set(self._client.ids) & set(up)  # the keeper sees the end of an engine before the controller does
+        ids = ranks if ranks and set(ranks) <= there else [one for one in up if one in there]
         if not ids:
             raise LabError("no engine is registered; lab.status() shows whether new ones are up")
         return self._client.direct_view(list(ids))

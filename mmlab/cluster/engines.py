@@ -158,7 +158,12 @@ class Engines:
         client = self._client
         if client is None or not self.connected:
             raise LabError("the engines are not connected: the controller has ended, or not started yet")
-        results = [client[e.id].apply_async(call, method, *a) for e, a in zip(engines, arguments, strict=True)]
+        results = []
+        for engine, its in zip(engines, arguments, strict=True):
+            try:
+                results.append(client[engine.id].apply_async(call, method, *its))
+            except IndexError:  # the controller has seen it leave, `look` has not yet
+                raise EngineLost(engine, f"ended before {method}") from None
         end = time.monotonic() + timeout
         for engine, result in zip(engines, results, strict=True):
             while not result.ready():
@@ -208,9 +213,7 @@ class Engines:
         while not self._end.is_set():
             try:
                 self._tick()
-            except (
-                Exception
-            ) as error:  # a launcher's own errors are of any kind: they are the lab's problem, not its end
+            except Exception as error:  # a launcher's own errors are of any kind: the lab's problem, not its end
                 if not self._end.is_set():
                     self.log.exception("engines")
                     self.problem = self._explain(error)
@@ -319,21 +322,25 @@ class Engines:
         ids = set(client.ids)
         known = {engine.id for engine in self._up}
         for identity in ids - known - set(self._greeted) - self._gone:
-            self._greeted[identity] = (client[identity].apply_async(call, "hello"), time.monotonic())
+            with contextlib.suppress(IndexError):  # it has left
+                self._greeted[identity] = (client[identity].apply_async(call, "hello"), time.monotonic())
         for identity, (result, asked) in list(self._greeted.items()):
-            if result.ready():
-                del self._greeted[identity]
+            if not result.ready():
+                if time.monotonic() - asked > ANSWER:
+                    del self._greeted[identity]
+                    self._gone.add(identity)
+                continue
+            del self._greeted[identity], self._expected[:1]
+            try:
                 who = result.get(0)
-                engine = EngineInfo(identity, who["pid"], who["started"], who["host"], who["host"] == self.host)
                 client[identity].apply_async(call, "warm", self.config.worker)
-                with self._lock:
-                    self._up.append(engine)
-                if self._expected:
-                    self._expected.pop(0)
-                self.problem = ""
-            elif time.monotonic() - asked > ANSWER:
-                del self._greeted[identity]
+            except (IndexError, ipp.error.IPythonError):  # it ended at once: another one is started in its place
                 self._gone.add(identity)
+                continue
+            engine = EngineInfo(identity, who["pid"], who["started"], who["host"], who["host"] == self.host)
+            with self._lock:
+                self._up.append(engine)
+            self.problem = ""
 
     def _reap(self) -> None:
         """Forget engines that ended, tell the controller, and give up on local ones that never came."""
