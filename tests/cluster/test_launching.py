@@ -173,7 +173,7 @@ def test_anchors_get_engines_on_lasting_hosts(run):
 def test_an_engine_that_the_controller_no_longer_knows_is_lost():
     engines = Engines.__new__(Engines)
     engines._client, engines._controller = [], None
-    with pytest.raises(EngineLost, match="engine 0 .* ended before state"):
+    with pytest.raises(EngineLost, match=r"engine 0 .* ended before state"):
         engines.call([EngineInfo(0, 1, 1.0, "a", False)], "state", [()], 1.0)
 
 
