@@ -179,7 +179,8 @@ def test_an_engine_that_the_controller_no_longer_knows_is_lost():
 
 def test_the_view_has_no_engine_that_has_ended_though_the_controller_has_not_noticed():
     view = LabView()
-    view._client, view._file = SimpleNamespace(ids=[0, 1, 2], direct_view=list), "p/security/ipcontroller-c-client.json"
+    view._client = SimpleNamespace(ids=[0, 1, 2], direct_view=list)
+    view._file = ("p/security/ipcontroller-c-client.json", 0)
     info = {"profile_dir": "p", "cluster_id": "c", "up": [{"engine": 0}, {"engine": 2}]}
     assert view.of(info, [2, 0]) == [2, 0]
     assert view.of(info, [2, 1, 0]) == [0, 2]

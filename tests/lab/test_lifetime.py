@@ -71,6 +71,7 @@ def test_a_lab_outlives_a_killed_kernel_and_its_run_is_steered_by_the_next(owner
     step = run.status()["step"]
     run.wait(step=step + 5, timeout=60)
     assert run.pause().wait().ok
+    assert lab.view.apply_sync(os.getpid) == [rank["pid"] for rank in run.status()["ranks"]]
     pids = processes(lab)
     controller = next(p["pid"] for p in lab.info()["processes"] if p["kind"] == "controller")
     os.kill(controller, signal.SIGKILL)  # orphans its schedulers
@@ -78,6 +79,7 @@ def test_a_lab_outlives_a_killed_kernel_and_its_run_is_steered_by_the_next(owner
     run.stop().wait()
     again = lab.train(run.plan)  # on engines that were started anew
     again.wait(step=2, timeout=100)
+    assert lab.view.apply_sync(os.getpid) == [rank["pid"] for rank in again.status()["ranks"]]  # by the new controller
     pids += processes(lab)
     lab.close()
     assert_ended(pids)
