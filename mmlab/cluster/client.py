@@ -12,7 +12,7 @@ from mmlab.errors import LabError
 
 CONNECT = 10.0
 """Seconds that the controller may take to answer a new client."""
-NOTICE = 2.0
+NOTICE = 5.0
 """Seconds in which the controller tells a client of engines that are up: it tells all clients at once."""
 
 
