@@ -66,7 +66,7 @@ class LabView:
         end = time.monotonic() + NOTICE
         while not set(up) <= set(self._client.ids) and time.monotonic() < end:
             time.sleep(0.02)
-        there = set(self._client.ids) & set(up)  # the keeper sees the end of an engine before the controller does
+        there = set(self._client.ids) - set(info.get("gone", []))  # of an end the controller hears later
         ids = ranks if ranks and set(ranks) <= there else [one for one in up if one in there]
         if not ids:
             raise LabError("no engine is registered; lab.status() shows whether new ones are up")

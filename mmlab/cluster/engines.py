@@ -62,7 +62,7 @@ class Engines:
         self._up: list[EngineInfo] = []
         self._client: ipp.Client | None = None
         self._greeted: dict[int, tuple[Any, float]] = {}
-        self._gone: set[int] = set()
+        self.gone: set[int] = set()
         self._expected: list[float] = []
         self._asked = True
         self._queue = Queue()
@@ -89,7 +89,7 @@ class Engines:
 
     def lost(self, engine: EngineInfo) -> bool:
         """Whether an engine has ended, as of the last `look`."""
-        return engine.id in self._gone
+        return engine.id in self.gone
 
     def look(self) -> None:
         """Notice engines that ended: their process here is gone, or the controller says that they left."""
@@ -99,7 +99,7 @@ class Engines:
             for engine in self._up:
                 here = engine.local and not process_alive(engine.pid, engine.started)
                 if here or (not engine.local and self.connected and engine.id not in ids):
-                    self._gone.add(engine.id)
+                    self.gone.add(engine.id)
 
     @property
     def connected(self) -> bool:
@@ -197,7 +197,7 @@ class Engines:
         else:
             with contextlib.suppress(LabError):  # it ended: no answer is the answer
                 self.call([engine], "end", [()], 10.0)
-        self._gone.add(engine.id)
+        self.gone.add(engine.id)
 
     def take_away(self) -> None:
         """End the engines of which `run.chaos` has announced the end, once their time has come."""
@@ -285,7 +285,7 @@ class Engines:
         remove_files(self.cluster.profile_dir, self.cluster.cluster_id)
         with self._lock:
             client, self._client, self.cluster, self._controller = self._client, None, None, None
-            self._up, self._greeted, self._gone, self._expected = [], {}, set(), []
+            self._up, self._greeted, self.gone, self._expected = [], {}, set(), []
         if client is not None:
             client.close()
         if never_up:
@@ -321,21 +321,21 @@ class Engines:
         """Ask who registered; those that answer are up."""
         ids = set(client.ids)
         known = {engine.id for engine in self._up}
-        for identity in ids - known - set(self._greeted) - self._gone:
+        for identity in ids - known - set(self._greeted) - self.gone:
             with contextlib.suppress(IndexError):  # it has left
                 self._greeted[identity] = (client[identity].apply_async(call, "hello"), time.monotonic())
         for identity, (result, asked) in list(self._greeted.items()):
             if not result.ready():
                 if time.monotonic() - asked > ANSWER:
                     del self._greeted[identity]
-                    self._gone.add(identity)
+                    self.gone.add(identity)
                 continue
             del self._greeted[identity], self._expected[:1]
             try:
                 who = result.get(0)
                 client[identity].apply_async(call, "warm", self.config.worker)
             except (IndexError, ipp.error.IPythonError):  # it ended at once: another one is started in its place
-                self._gone.add(identity)
+                self.gone.add(identity)
                 continue
             engine = EngineInfo(identity, who["pid"], who["started"], who["host"], who["host"] == self.host)
             with self._lock:
@@ -347,7 +347,7 @@ class Engines:
         for engine in [engine for engine in self._up if self.lost(engine)]:
             with self._lock:
                 self._up.remove(engine)
-            self._gone.add(engine.id)
+            self.gone.add(engine.id)
             self.log.warning("engine %s (pid %s on %s) ended", engine.id, engine.pid, engine.host)
             if not self.batch and self._client is not None and engine.id in self._client.ids:
                 self._unregister(engine.id)

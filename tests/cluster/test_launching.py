@@ -177,13 +177,13 @@ def test_an_engine_that_the_controller_no_longer_knows_is_lost():
         engines.call([EngineInfo(0, 1, 1.0, "a", False)], "state", [()], 1.0)
 
 
-def test_the_view_has_no_engine_that_has_ended_though_the_controller_has_not_noticed():
+def test_the_view_has_engines_in_rank_order_and_none_that_has_ended():
     view = LabView()
     view._client = SimpleNamespace(ids=[0, 1, 2], direct_view=list)
     view._file = ("p/security/ipcontroller-c-client.json", 0)
-    info = {"profile_dir": "p", "cluster_id": "c", "up": [{"engine": 0}, {"engine": 2}]}
-    assert view.of(info, [2, 0]) == [2, 0]
-    assert view.of(info, [2, 1, 0]) == [0, 2]
+    info = {"profile_dir": "p", "cluster_id": "c", "up": [{"engine": 0}], "gone": [1]}
+    assert view.of(info, [2, 0]) == [2, 0]  # 2 is so new that the keeper has yet to write of it
+    assert view.of(info, [2, 1, 0]) == [0]
 
 
 def test_engines_that_are_about_to_be_taken_away_keep_no_rank_from_an_anchor(run):

@@ -6,7 +6,9 @@ import shutil
 import signal
 import subprocess
 import threading
+import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -125,20 +127,21 @@ def test_waiting_can_end_early_and_the_run_goes_on(free_lab, plan, monkeypatch):
     run = running(free_lab.train(plan))
     with pytest.raises(WaitTimeout, match="did not reach its end"):
         run.wait(timeout=0.2)
-    waits, status = threading.Event(), run.status
+    waits = threading.Event()
 
-    def looked():
+    def asleep(seconds):
         waits.set()
-        return status()
+        time.sleep(60)
 
     def interrupt():
-        if waits.wait(30):  # else it would interrupt the tests
+        if waits.wait(60):  # else it would interrupt the tests
             os.kill(os.getpid(), signal.SIGINT)
 
-    monkeypatch.setattr(run, "status", looked)
     threading.Thread(target=interrupt).start()
+    monkeypatch.setattr("mmlab.tracking.waiting.time", SimpleNamespace(monotonic=time.monotonic, sleep=asleep))
     with pytest.raises(WaitInterrupted, match="goes on"):
         run.wait()
+    monkeypatch.undo()
     assert run.status()["state"] == "running"
 
     async def stop_and_wait():
