@@ -57,10 +57,10 @@ def test_an_encoder_that_works_ahead_changes_no_loss(pool, tmp_path, changes):
     for ahead in (0, 1, 3):
         data = {"data.held_out": str(held_out), "data.max_bad_share": 1.0, "train.eval_every": 3}
         plan = make_plan(shards, data, FROZEN, *changes, f"parallel.encoder_ahead={ahead}")
-        run = LiveRun(pool, plan, tmp_path / f"run-{ahead}")
+        run = LiveRun(pool, plan, tmp_path / f"run-{ahead}", paused=ahead > 0)
         if ahead:
+            run.do("step", n=1)
             run.wait_step(1)
-            run.do("pause")
             run.do("set", values={"train.eval_samples": 32})
             run.do("resume")
         assert run.join() == ["finished"] * 4

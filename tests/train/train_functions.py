@@ -7,6 +7,7 @@ import os
 import signal
 import threading
 import time
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -46,7 +47,11 @@ def fail_inside_backward():
     F.linear = linear
 
 
-def fail_at(kind, rank, step, phase):
+RELEASED = "released"
+"""A file in a run's folder: the fault that waits for it is over."""
+
+
+def fail_at(kind, rank, step, phase, folder=None):
     """A scripted fault: the given rank does something bad when it enters a phase of a step."""
 
     done = []
@@ -63,8 +68,8 @@ def fail_at(kind, rank, step, phase):
             fail_inside_backward()
         if kind == "kill":
             os.kill(os.getpid(), signal.SIGKILL)
-        if kind == "slow":
-            time.sleep(1.0)
+        while kind == "wait" and not (Path(folder) / RELEASED).exists():
+            time.sleep(0.02)
         if kind == "hang":
             while True:
                 time.sleep(0.05)
@@ -85,7 +90,7 @@ def drag(rank, step, phase):
 
 def run(rank, world, host, port, run_dir, generation=1, restore=None, fault=None):
     job = Job(run_dir, rank, world, host, port, generation, restore)
-    return run_worker(job, (drag(*fault[1:]) if fault[0] == "drag" else fail_at(*fault)) if fault else None)
+    return run_worker(job, (drag(*fault[1:]) if fault[0] == "drag" else fail_at(*fault, run_dir)) if fault else None)
 
 
 def step_results(rank, world, host, port, plan_text, steps):
