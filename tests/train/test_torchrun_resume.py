@@ -42,6 +42,8 @@ class Torchrun:
         raise AssertionError(self.end())
 
     def end(self, seconds=100):
+        """What it said. torch's agent may need a minute: a signal that reaches it while it asks for a process's end
+        leaves the lock of that taken (`Popen.poll`), and it waits twice 30 s for a process that has long ended."""
         try:
             return self.process.communicate(timeout=seconds)[0]
         except subprocess.TimeoutExpired:
