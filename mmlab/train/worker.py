@@ -35,7 +35,6 @@ from mmlab.messages import (
     read_beacons,
     read_events,
     read_failures,
-    write_aborted,
     write_failure,
 )
 from mmlab.messages.moves import falls_back, moving_on
@@ -267,13 +266,9 @@ def _end_early(job: Job, paths: RunPaths, watch: Watch, listener: Listener, erro
     command = listener.aborted or read_aborted(paths.failures, job.generation)
     if isinstance(error, Aborted) or (command is not None and _kind(error) == "peer"):
         traceback.clear_frames(error.__traceback__)
-        command = command or read_abort(paths.control, job.generation, set())
-        with contextlib.suppress(OSError):
-            if command is not None:  # the boundary may be faster than the control thread, which else records it
-                write_aborted(paths.failures, job.generation, command)
         listener.connections.cut()
         with contextlib.suppress(OSError):
-            _report_abort(job, paths, watch, command)
+            _report_abort(job, paths, watch, command or read_abort(paths.control, job.generation, set()))
         return "stopped"
     _fail(job, paths, watch, listener.connections, error)
     return "failed"

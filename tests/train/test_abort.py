@@ -9,7 +9,7 @@ import pytest
 from live import LiveRun, make_plan
 
 from mmlab.cluster.verify import verify
-from mmlab.messages import read_beacons, write_json
+from mmlab.messages import RunPaths, read_beacons, read_events, write_json
 from mmlab.plan import Plan
 from mmlab.tracking.doctor import diagnose
 from mmlab.tracking.record import RunRecord
@@ -103,6 +103,17 @@ def test_an_abort_during_a_pause_and_one_of_an_earlier_generation(pool, shards, 
     assert not late.ok
     assert "earlier generation" in late.message
     assert abort(run) == ["stopped"] * 3
+
+
+@pytest.mark.slow
+def test_an_abort_that_comes_too_late_changes_no_end(pool, shards, tmp_path):
+    plan = make_plan(shards, "train.steps=1")
+    paths = RunPaths(tmp_path)
+    paths.create()
+    plan.save(paths.plan)
+    pool.grow(3)
+    assert pool.run("train_functions:aborted_at_the_end", str(tmp_path), ranks=3) == ["finished"] * 3
+    assert [e["state"] for e in read_events(paths.events)[0] if e["kind"] == "state"][-1] == "finished"
 
 
 @pytest.mark.slow

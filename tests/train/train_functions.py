@@ -14,12 +14,15 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from mmlab.data.pipeline import DataSource
+from mmlab.messages import RunPaths, new_command, send
 from mmlab.parallel import mesh as mesh_module
 from mmlab.parallel.mesh import build_mesh, close_mesh
 from mmlab.parallel.watch import Watch
 from mmlab.plan import Plan
 from mmlab.plan.schema import MODULES
+from mmlab.train import session as session_module
 from mmlab.train.build import build
+from mmlab.train.control import UNWIND
 from mmlab.train.feed import Feed
 from mmlab.train.job import Job
 from mmlab.train.step import HybridStep, Ride
@@ -158,6 +161,26 @@ def persisted(rank, world, host, port, plan_text):
         return kept, cut
     finally:
         close_mesh(mesh)
+
+
+def aborted_at_the_end(rank, world, host, port, run_dir):
+    """A run that tidies up for long enough that an abort, sent when it has finished, would interrupt that."""
+    real, paths = session_module.Session.close, RunPaths(Path(run_dir))
+
+    def close(session):
+        send(paths.control, new_command("abort"))
+        end = time.monotonic() + 60
+        while session.listener.aborted is None and time.monotonic() < end:
+            time.sleep(0.02)
+        for _ in range(100):  # in Python code, where it would be raised
+            time.sleep(UNWIND / 50)
+        real(session)
+
+    session_module.Session.close = close
+    try:
+        return run_worker(Job(run_dir, rank, world, host, port))
+    finally:
+        session_module.Session.close = real
 
 
 def broken_mesh(rank, world, host, port, run_dir):
