@@ -37,8 +37,8 @@ ADDRESS = "http://169.254.169.254"
 PROBE = 0.3
 """Seconds that a metadata server, a hop away, may take to answer before there is none."""
 PROBES = 5
-"""Times that a run asks, each with twice the patience (4.8 s in the end): while its ranks start, a busy host may miss an
-answer within PROBE, and would then hear of no notice for as long as the run lasts."""
+"""Times that a run asks, each with twice the patience (4.8 s in the end): while its ranks start, a busy host may miss
+an answer within PROBE, and would then hear of no notice for as long as the run lasts."""
 ANSWER = 5.0
 """Seconds that a known one may take."""
 EVERY = 5.0
