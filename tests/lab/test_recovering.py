@@ -127,8 +127,8 @@ def test_a_fault_while_it_recovers_is_the_next_attempt(real_lab, plan, losses):
 def test_a_paused_run_is_still_paused_and_can_be_stopped_while_it_recovers(real_lab, plan):
     run = real_lab.train(plan.with_("train.steps=100000"))
     run.wait(step=2, timeout=100, progress=False)
-    run.set("train.language.lr", 1.5e-4).wait()
     run.pause().wait()
+    run.set("train.language.lr", 1.5e-4).wait()  # after the pause: no checkpoint that comes yet holds it
     os.kill(run.status()["ranks"][1]["pid"], signal.SIGKILL)
     eventually(lambda: run.status()["generation"] == 2 and run.status()["state"] == "paused", timeout=60)
     (again,) = eventually(lambda: [e for e in run.events() if e.get("verb") == "set" and e["source"] == "recovery"])
