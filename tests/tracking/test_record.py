@@ -110,13 +110,17 @@ def test_a_failure_record_makes_the_run_failed_before_the_event_comes(paths, log
     assert RunRecord(paths.root).status()["reason"] == "rank 0 (vision 0) failed in encode of step 5: out of memory"
 
 
-def test_a_run_whose_lab_ended_has_failed(tmp_path):
+def test_a_run_whose_lab_ended_has_failed(tmp_path, monkeypatch):
     import socket
 
     keeper = {"pid": 2**22 - 1, "started": 1.0, "host": socket.gethostname()}
     paths = create_run(tmp_path, "x", "", 1, 1, keeper=keeper)
     status = RunRecord(paths.root).status()
     assert (status["state"], status["reason"]) == ("failed", "the lab that was running it has ended")
+    log, record = EventLog(paths.events), RunRecord(paths.root)
+    monkeypatch.setattr(record, "_lab_ended", lambda: bool(log.emit("state", state="finished", step=1, reason="")))
+    assert record.status()["state"] == "finished"  # both ended between the look at the log and that at the lab
+    log.close()
 
 
 def test_metrics_follow_the_lineage(paths, log):
