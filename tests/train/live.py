@@ -45,7 +45,6 @@ class LiveRun:
         self._thread = threading.Thread(target=self._run, args=(pool, job), daemon=True)
         self._thread.live = self
         self._thread.start()
-        time.sleep(1.5)
 
     def _run(self, pool, job):
         try:
@@ -77,7 +76,6 @@ class LiveRun:
         return command
 
     def do(self, verb, **args):
-        time.sleep(0.5)
         return self.answer(self.command(verb, **args))
 
     def answer(self, command):
