@@ -41,7 +41,7 @@ def pytest_runtestloop(session: pytest.Session) -> bool | None:
 
 
 SLOW = 300
-"""Seconds for a slow test that says nothing itself, five times as long as the longest of them takes on two cores: two
+"""Seconds for a slow test that says nothing itself (at a load of ten on two cores one took 106 and one 98 s): two
 processes share them, and a test whose time is over ends its process, all tests that were still to come included."""
 
 
