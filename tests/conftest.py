@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from sharing import run_taken
-from what_happened import what_happened
+from what_happened import FAILED, what_happened
 
 from mmlab.cluster.pool import RankPool
 
@@ -67,6 +67,7 @@ def pytest_runtest_makereport(
 ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
     """Below a failed test of processes: what its runs and labs say of themselves. A race is seldom seen twice."""
     report = yield
+    item.stash[FAILED] = item.stash.get(FAILED, False) or report.failed
     if report.failed and item.get_closest_marker("slow") and item.session.testsfailed < TOLD:
         place: Path = item.config._tmp_path_factory.getbasetemp()  # type: ignore[attr-defined]
         try:

@@ -173,6 +173,13 @@ class RunRecord:
         hosts. A run whose ranks left without a word is "failed" from the moment their processes are gone, one whose
         folder is gone "deleted".
         """
+        while True:
+            generation = self.info.get("generation", 0)
+            found = self._status()
+            if found["generation"] == generation:  # else the next one has begun meanwhile: the state is not its own
+                return found
+
+    def _status(self) -> dict[str, Any]:
         events = self.rare_events()
         states = [event for event in events if event["kind"] == "state"]
         last = states[-1] if states else {"state": "queued"}
@@ -195,7 +202,7 @@ class RunRecord:
             return {"state": "deleted", "reason": f"{self.paths.root} is gone", "generation": 0, "ranks": []}
         info = self.info
         generation = info.get("generation", 0)
-        beacons = self.beacons()
+        beacons = [beacon for beacon in read_beacons(self.paths.ranks) if beacon.generation == generation]
         if state not in ENDED and (move := moving_on(self.paths, generation)):
             state, reason = "starting", move.reason
         elif state not in ENDED and (failure := self._failure(generation, beacons, state)):

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from mmlab.errors import MmlabError, PlanError
 from mmlab.messages import Beacon, EventLog, Failure, write_failure, write_json
 from mmlab.messages.events import parse_event, read_lines
-from mmlab.messages.files import whole
+from mmlab.messages.files import read_json, whole
 from mmlab.messages.runs import create_run, runs_root
 from mmlab.tracking import RunRecord, list_runs, rare
 
@@ -85,6 +85,24 @@ def test_a_running_run_shows_its_ranks(paths, log):
     ]
     first.close()
     second.close()
+
+
+def test_a_generation_is_not_shown_with_the_state_of_the_one_before(paths, log, monkeypatch):
+    info = read_json(paths.run)
+    log.emit("state", state="paused", step=3, reason="")
+    record = RunRecord(paths.root)
+    events = record.rare_events
+
+    def the_next_begins():
+        found = events()
+        if len(found) == 2:
+            log.emit("state", state="starting", step=3, reason="recovering")
+            write_json(paths.run, info | {"generation": info["generation"] + 1})
+        return found
+
+    monkeypatch.setattr(record, "rare_events", the_next_begins)
+    status = record.status()
+    assert (status["state"], status["generation"]) == ("starting", info["generation"] + 1)
 
 
 def test_a_rank_whose_process_is_gone_makes_the_run_failed(paths, log):
