@@ -176,7 +176,8 @@ class RunRecord:
         while True:
             generation = self.info.get("generation", 0)
             found = self._status()
-            if found["generation"] == generation:  # else the next one has begun meanwhile: the state is not its own
+            ended = found["state"] == "failed" and self.last_state() in ("finished", "stopped")
+            if found["generation"] == generation and not ended:  # else it ended, or the next one began, meanwhile
                 return found
 
     def _status(self) -> dict[str, Any]:
@@ -184,15 +185,12 @@ class RunRecord:
         states = [event for event in events if event["kind"] == "state"]
         last = states[-1] if states else {"state": "queued"}
         lineages = chain(events)
-        present = self.present(last["state"], last.get("reason", ""))
-        if last["state"] not in ENDED and present["state"] == "failed" and self.last_state() in ENDED:
-            return self.status()  # its end was written between the look at the log and that at the processes
         return {
             "id": self.id,
             "step": self._step(lineages),
             "steps": planned_steps(events, int(self.info.get("steps", 0))),
             "lineage": lineages[0]["id"] if lineages else "",
-            **present,
+            **self.present(last["state"], last.get("reason", "")),
         }
 
     def present(self, state: str, reason: str = "") -> dict[str, Any]:
