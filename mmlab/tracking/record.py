@@ -28,6 +28,7 @@ from mmlab.tracking import checkpoints
 from mmlab.tracking.bottleneck import Bottleneck
 from mmlab.tracking.compression import CompressionTable
 from mmlab.tracking.ledger import Ledger
+from mmlab.tracking.logs import inode
 from mmlab.tracking.placement import Placement, Seen
 from mmlab.tracking.rare import Rare
 from mmlab.tracking.traced import MeasuredSchedule, Traces
@@ -175,7 +176,8 @@ class RunRecord:
         while True:
             generation = self.info.get("generation", 0)
             found = self._status()
-            if found["generation"] == generation:  # else the next one has begun meanwhile: the state is not its own
+            ended = found["state"] == "failed" and self.last_state() in ("finished", "stopped")
+            if found["generation"] == generation and not ended:  # else it ended, or the next one began, meanwhile
                 return found
 
     def _status(self) -> dict[str, Any]:
@@ -354,7 +356,10 @@ class RunRecord:
         """What a rank printed (rotated files included), the last `lines` lines only if given."""
         path = self.paths.log(rank)
         parts = [path.with_name(f"{path.name}.{number}") for number in (2, 1)] + [path]
-        text = "".join(part.read_text(errors="replace") for part in parts if part.is_file())
+        text = ""
+        for part in parts:
+            with contextlib.suppress(FileNotFoundError):  # no such one, or it is being rotated just now
+                text += part.read_text(errors="replace")
         return text if lines is None else "".join(text.splitlines(keepends=True)[-lines:])
 
     def follow_log(self, rank: int, poll: float = 0.2) -> Iterator[str]:
@@ -365,10 +370,10 @@ class RunRecord:
         try:
             while True:
                 ended = self.status()["state"] in ENDED
-                if file is None and path.is_file():
-                    file = open(path, errors="replace")  # noqa: SIM115  follows over several rounds
+                with contextlib.suppress(FileNotFoundError):
+                    file = file or open(path, errors="replace")  # noqa: SIM115  follows over several rounds
                 if file is not None:
-                    rotated = path.is_file() and path.stat().st_ino != os.fstat(file.fileno()).st_ino
+                    rotated = inode(path) not in (0, os.fstat(file.fileno()).st_ino)
                     *whole, begun = (begun + file.read()).split("\n")  # a print is several writes
                     yield from (f"{line}\n" for line in whole)
                     if rotated:  # what was written before the rotation has just been read
@@ -388,5 +393,8 @@ class RunRecord:
 def list_runs(root: str | Path | None = None) -> list[RunRecord]:
     """The runs under a folder (default MMLAB_RUNS, else ./runs), newest first."""
     folder = Path(root) if root is not None else runs_root()
-    records = [RunRecord(path.parent) for path in folder.glob("*/run.json")]
+    records = []
+    for path in folder.glob("*/run.json"):
+        with contextlib.suppress(MmlabError):  # it was deleted just now
+            records.append(RunRecord(path.parent))
     return sorted(records, key=lambda record: record.info.get("created", 0.0), reverse=True)
