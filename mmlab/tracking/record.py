@@ -18,7 +18,7 @@ from mmlab.errors import CheckpointError, MmlabError
 from mmlab.messages.beacon import LEFT_UNSAID, BeaconState, all_left, read_beacons
 from mmlab.messages.checkpoints import Found, chain, location_of, newest_first
 from mmlab.messages.control import read_command
-from mmlab.messages.events import ENDED, Event, last_steps, live_values, planned_steps, read_events
+from mmlab.messages.events import ENDED, Event, last_of, last_steps, live_values, planned_steps, read_events
 from mmlab.messages.failures import Failure, read_failures
 from mmlab.messages.files import RunPaths, process_alive, read_json
 from mmlab.messages.locations import Location
@@ -168,37 +168,42 @@ class RunRecord:
         """The state of the run right now.
 
         {"state", "step", "steps" (planned), "reason", "generation", "lineage", "id", "ranks": [{"rank", "role",
-        "engine", "pid", "host", "alive", "phase", "step"}]}. `alive` is None for ranks of other
+        "engine", "pid", "host", "alive", "phase", "step"}]}. All of one generation: `ranks` are those of it that have
+        begun, all of them once it is running, none while it waits for engines. `alive` is None for ranks of other
         hosts. A run whose ranks left without a word is "failed" from the moment their processes are gone, one whose
         folder is gone "deleted".
         """
+        info = self.info  # before the log, in which a generation says that it starts before it is in run.json
         events = self.rare_events()
-        states = [event for event in events if event["kind"] == "state"]
-        last = states[-1] if states else {"state": "queued"}
+        last = last_of(events, "state") or {"state": "queued"}
         lineages = chain(events)
-        return {
+        found = {
             "id": self.id,
             "step": self._step(lineages),
-            "steps": planned_steps(events, int(self.info.get("steps", 0))),
+            "steps": planned_steps(events, int(info.get("steps", 0))),
             "lineage": lineages[0]["id"] if lineages else "",
             **self.present(last["state"], last.get("reason", "")),
         }
+        return found if found["generation"] == info.get("generation", 0) else self.status()
 
     def present(self, state: str, reason: str = "") -> dict[str, Any]:
         """What beacons, failure records and processes say beside the last state event: {"state", "reason",
-        "generation", "ranks"} as in `status`, without reading the event log (faces that follow it ask often)."""
+        "generation", "ranks"} as in `status`, without reading the event log (faces that follow it ask often). Of one
+        generation where that is the one of before the log was read."""
         if not self.paths.run.is_file():
             return {"state": "deleted", "reason": f"{self.paths.root} is gone", "generation": 0, "ranks": []}
+        beacons = read_beacons(self.paths.ranks)  # first: the engines of ranks are in run.json before they begin
         info = self.info
         generation = info.get("generation", 0)
-        beacons = self.beacons()
+        beacons = [beacon for beacon in beacons if beacon.generation == generation]
         if state not in ENDED and (move := moving_on(self.paths, generation)):
             state, reason = "starting", move.reason
-        elif state not in ENDED and (failure := self._failure(generation, beacons, state)):
+        elif state not in ENDED and (failure := self._failure(info, beacons, state)):
             recovers = self._recovers(info, generation) or falls_back(self.paths, generation)
             state, reason = ("starting", f"about to recover: {failure}") if recovers else ("failed", failure)
         ranks = [self._rank(beacon, info, state) for beacon in beacons]
-        return {"state": state, "reason": reason, "generation": generation, "ranks": ranks}
+        last = self.info.get("generation", 0)  # another than that of what was read: whoever asks looks again
+        return {"state": state, "reason": reason, "generation": last, "ranks": ranks}
 
     def cause(self) -> str:
         """The kind of the first failure of this generation (`messages.Failure`): "input" when the user's plan or data
@@ -219,9 +224,9 @@ class RunRecord:
         """Failure records of the current generation, causes first."""
         return read_failures(self.paths.failures, self.info.get("generation", 0))
 
-    def _failure(self, generation: int, beacons: list[BeaconState], state: str) -> str:
+    def _failure(self, info: dict[str, Any], beacons: list[BeaconState], state: str) -> str:
         """Why a run that has not ended by its events has failed nevertheless; empty when it has not."""
-        failures = read_failures(self.paths.failures, generation)
+        failures = read_failures(self.paths.failures, info.get("generation", 0))
         if failures and failures[0].kind != "peer":
             return failures[0].sentence()
         for beacon in beacons:
@@ -231,9 +236,9 @@ class RunRecord:
                 return Failure(beacon.rank, beacon.role, beacon.phase, beacon.step, "lost", message).sentence()
         if failures and time.time() - failures[0].time > SETTLE:
             return failures[0].sentence()
-        if state in LIVE and all_left(beacons, self.info.get("world_size", -1)):
+        if state in LIVE and all_left(beacons, info.get("world_size", -1)):
             return LEFT_UNSAID
-        return "the lab that was running it has ended" if self._lab_ended() else ""
+        return "the lab that was running it has ended" if self._lab_ended(info) else ""
 
     def _recovers(self, info: dict[str, Any], generation: int) -> bool:
         """Whether a keeper that lives decides what becomes of a failure: until it has spoken, the run has not failed.
@@ -248,9 +253,8 @@ class RunRecord:
             return False
         return keeper["host"] != self._host or process_alive(keeper["pid"], keeper["started"])
 
-    def _lab_ended(self) -> bool:
+    def _lab_ended(self, info: dict[str, Any]) -> bool:
         """Whether the run was a lab's (`run.json`: lab {"root", "host"}, keeper) that is gone from this host."""
-        info = self.info
         keeper, lab = info.get("keeper"), info.get("lab")
         if keeper and keeper["host"] == self._host:
             return not process_alive(keeper["pid"], keeper["started"])

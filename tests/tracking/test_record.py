@@ -15,7 +15,9 @@ from mmlab.messages import Beacon, EventLog, Failure, write_failure, write_json
 from mmlab.messages.events import parse_event, read_lines
 from mmlab.messages.files import whole
 from mmlab.messages.runs import create_run, runs_root
+from mmlab.plan import Plan
 from mmlab.tracking import RunRecord, list_runs, rare
+from mmlab.ui.feed import Feed
 
 
 @pytest.fixture
@@ -85,6 +87,35 @@ def test_a_running_run_shows_its_ranks(paths, log):
     ]
     first.close()
     second.close()
+
+
+def test_what_is_told_of_a_run_is_of_one_generation(paths, log, monkeypatch):
+    paths.plan.write_text(Plan.preset("quickstart").dumps())
+    log.emit("state", state="running", step=0, reason="")
+    ranks = [beacon(paths, 0, "vision 0", step=3), beacon(paths, 1, "stage 0", step=3)]
+    record, feed = RunRecord(paths.root), Feed(paths.root)
+    read = record.rare_events
+
+    def next_generation_begins():
+        """Between a look at the log and one at the ranks."""
+        if len(ranks) == 2:
+            log.emit("state", state="starting", step=0, reason="recovering")
+            write_json(paths.run, record.info | {"generation": 1, "engines": [7, 8]})
+            ranks.append(beacon(paths, 0, "vision 0", generation=1))
+
+    monkeypatch.setattr(record, "rare_events", lambda: (read(), next_generation_begins())[0])
+    feed.read()
+    feed.look()
+    status = record.status()
+    engines = [(rank["rank"], rank["engine"]) for rank in status["ranks"]]
+    assert (status["state"], status["generation"], engines) == ("starting", 1, [(0, 7)])
+    feed.look()  # it has read what was before
+    assert (feed.state, len(feed.ranks)) == ("running", 2)
+    feed.read()
+    feed.look()
+    assert (feed.state, len(feed.ranks)) == ("starting", 1)
+    for rank in ranks:
+        rank.close()
 
 
 def test_a_rank_whose_process_is_gone_makes_the_run_failed(paths, log):
