@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from mmlab.errors import MmlabError, PlanError
 from mmlab.messages import Beacon, EventLog, Failure, write_failure, write_json
-from mmlab.messages.events import parse_event, read_lines
+from mmlab.messages.events import lines_back, parse_event, read_lines
 from mmlab.messages.files import whole
 from mmlab.messages.runs import create_run, runs_root
 from mmlab.plan import Plan
@@ -165,6 +165,8 @@ def test_metrics_follow_the_lineage(paths, log):
     log.emit("lineage", id="c", parent="a", parent_step=3, step=3)
     steps("c", [4])
     assert [(row["step"], row["of"]) for row in record.metrics()] == [(1, "a"), (2, "a"), (3, "a"), (4, "c")]
+    assert [(event["step"], event["of"]) for event in record.steps_back()] == [(4, "c"), (3, "a"), (2, "a"), (1, "a")]
+    assert next(RunRecord(paths.root).steps_back())["step"] == 4
     assert record.status()["step"] == 4
 
 
@@ -378,6 +380,8 @@ def test_a_line_longer_than_what_is_read_at_once(tmp_path):
     (tmp_path / "log").write_bytes(b"a" * 100 + b"\nb\nc")
     assert read_lines(tmp_path / "log", 0, 8) == ([b"a" * 100, b"b"], 103)
     assert read_lines(tmp_path / "log", 103, 8) == ([], 103)
+    assert [list(lines_back(tmp_path / "log", piece)) for piece in (1, 8, 1000)] == [[b"b", b"a" * 100]] * 3
+    assert list(lines_back(tmp_path / "none")) == []
 
 
 def test_events_are_read_once_from_whatever_thread(paths, log):
