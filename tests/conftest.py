@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from sharing import run_taken
-from what_happened import what_happened
+from what_happened import FAILED, what_happened
 
 from mmlab.cluster.pool import RankPool
 
@@ -40,8 +40,14 @@ def pytest_runtestloop(session: pytest.Session) -> bool | None:
     return True
 
 
-SETUP = 30.0
-"""Seconds that fixtures may have taken before the test itself began."""
+BEGAN = pytest.StashKey[float]()
+TOLD = 2
+"""Failed tests of which all is told; those after them often fail for what these left behind."""
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    item.stash[BEGAN] = time.time()
 
 
 @pytest.hookimpl(wrapper=True)
@@ -50,10 +56,11 @@ def pytest_runtest_makereport(
 ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
     """Below a failed test of processes: what its runs and labs say of themselves. A race is seldom seen twice."""
     report = yield
-    if report.failed and item.get_closest_marker("slow"):
+    item.stash[FAILED] = item.stash.get(FAILED, False) or report.failed
+    if report.failed and item.get_closest_marker("slow") and item.session.testsfailed < TOLD:
         place: Path = item.config._tmp_path_factory.getbasetemp()  # type: ignore[attr-defined]
         try:
-            report.sections += what_happened(place, time.time() - call.duration - SETUP)
+            report.sections += what_happened(place, item.stash[BEGAN])
         except Exception as error:  # the report of the failure itself is worth more
             report.sections.append(("what happened", f"could not be read: {error!r}"))
     return report

@@ -64,7 +64,7 @@ def test_a_bundle_is_built_anew_when_its_sources_change(
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(400)
 def test_a_wheel_is_made_without_node_and_says_what_it_lacks(tmp_path: Path) -> None:
     source = tmp_path / "source"
     source.mkdir()
@@ -75,7 +75,7 @@ def test_a_wheel_is_made_without_node_and_says_what_it_lacks(tmp_path: Path) -> 
         shutil.copy(ROOT / name, source)
     environment = os.environ | {"PATH": str(tmp_path), "MMLAB_SIDEBAR": ""}
     command = [sys.executable, "-m", "pip", "wheel", "-v", "--no-deps", "--no-build-isolation", "-w", str(tmp_path)]
-    ended = subprocess.run([*command, str(source)], env=environment, capture_output=True, text=True, timeout=110)
+    ended = subprocess.run([*command, str(source)], env=environment, capture_output=True, text=True, timeout=380)
     assert ended.returncode == 0, ended.stdout + ended.stderr
     (wheel,) = tmp_path.glob("mmlab-*.whl")
     files = zipfile.ZipFile(wheel).namelist()

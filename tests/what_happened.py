@@ -6,9 +6,13 @@ import json
 from collections.abc import Iterator
 from pathlib import Path
 
+import pytest
+
 from mmlab.tracking import RunRecord
 from mmlab.tracking.doctor import diagnose
 
+FAILED = pytest.StashKey[bool]()
+"""In a test's stash: whether it, or what it needs, has failed."""
 LINES = 25
 """Last lines of each file."""
 WIDTH = 400

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import time
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +12,8 @@ from mmlab.errors import LabError
 
 CONNECT = 10.0
 """Seconds that the controller may take to answer a new client."""
+NOTICE = 5.0
+"""Seconds in which the controller tells a client of engines that are up: it tells all clients at once."""
 
 
 def check_profile(profile: str) -> None:
@@ -33,7 +37,8 @@ class LabView:
 
     def __init__(self) -> None:
         self._client: Any = None
-        self._file = ""
+        self._file = ("", 0)
+        """The controller's connection file, and when it was written: the next controller's has the same name."""
 
     def of(self, info: dict[str, Any], ranks: list[int]) -> Any:
         """The DirectView of these engines in this order while all of them live, else of those that are up.
@@ -46,7 +51,10 @@ class LabView:
         file = os.path.join(info["profile_dir"], "security", f"ipcontroller-{info['cluster_id']}-client.json")
         import ipyparallel as ipp
 
-        if self._client is None or self._file != file:
+        source = (file, 0)
+        with contextlib.suppress(OSError):
+            source = (file, os.stat(file).st_mtime_ns)
+        if self._client is None or self._file != source:
             self.close()
             try:
                 self._client = ipp.Client(file, timeout=CONNECT)
@@ -54,9 +62,12 @@ class LabView:
                 raise LabError(
                     f"the controller does not answer ({error or type(error).__name__}); steering works without it"
                 ) from None
-            self._file = file
-        registered = set(self._client.ids)
-        ids = ranks if ranks and set(ranks) <= registered else [one for one in up if one in registered]
+            self._file = source
+        end = time.monotonic() + NOTICE
+        while not set(up) <= set(self._client.ids) and time.monotonic() < end:
+            time.sleep(0.02)
+        there = set(self._client.ids) - set(info.get("gone", []))  # of an end the controller hears later
+        ids = ranks if ranks and set(ranks) <= there else [one for one in up if one in there]
         if not ids:
             raise LabError("no engine is registered; lab.status() shows whether new ones are up")
         return self._client.direct_view(list(ids))

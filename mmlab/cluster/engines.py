@@ -62,7 +62,7 @@ class Engines:
         self._up: list[EngineInfo] = []
         self._client: ipp.Client | None = None
         self._greeted: dict[int, tuple[Any, float]] = {}
-        self._gone: set[int] = set()
+        self.gone: set[int] = set()
         self._expected: list[float] = []
         self._asked = True
         self._queue = Queue()
@@ -89,7 +89,7 @@ class Engines:
 
     def lost(self, engine: EngineInfo) -> bool:
         """Whether an engine has ended, as of the last `look`."""
-        return engine.id in self._gone
+        return engine.id in self.gone
 
     def look(self) -> None:
         """Notice engines that ended: their process here is gone, or the controller says that they left."""
@@ -99,7 +99,7 @@ class Engines:
             for engine in self._up:
                 here = engine.local and not process_alive(engine.pid, engine.started)
                 if here or (not engine.local and self.connected and engine.id not in ids):
-                    self._gone.add(engine.id)
+                    self.gone.add(engine.id)
 
     @property
     def connected(self) -> bool:
@@ -158,7 +158,12 @@ class Engines:
         client = self._client
         if client is None or not self.connected:
             raise LabError("the engines are not connected: the controller has ended, or not started yet")
-        results = [client[e.id].apply_async(call, method, *a) for e, a in zip(engines, arguments, strict=True)]
+        results = []
+        for engine, its in zip(engines, arguments, strict=True):
+            try:
+                results.append(client[engine.id].apply_async(call, method, *its))
+            except IndexError:  # the controller has seen it leave, `look` has not yet
+                raise EngineLost(engine, f"ended before {method}") from None
         end = time.monotonic() + timeout
         for engine, result in zip(engines, results, strict=True):
             while not result.ready():
@@ -192,7 +197,7 @@ class Engines:
         else:
             with contextlib.suppress(LabError):  # it ended: no answer is the answer
                 self.call([engine], "end", [()], 10.0)
-        self._gone.add(engine.id)
+        self.gone.add(engine.id)
 
     def take_away(self) -> None:
         """End the engines of which `run.chaos` has announced the end, once their time has come."""
@@ -208,9 +213,7 @@ class Engines:
         while not self._end.is_set():
             try:
                 self._tick()
-            except (
-                Exception
-            ) as error:  # a launcher's own errors are of any kind: they are the lab's problem, not its end
+            except Exception as error:  # a launcher's own errors are of any kind: the lab's problem, not its end
                 if not self._end.is_set():
                     self.log.exception("engines")
                     self.problem = self._explain(error)
@@ -282,7 +285,7 @@ class Engines:
         remove_files(self.cluster.profile_dir, self.cluster.cluster_id)
         with self._lock:
             client, self._client, self.cluster, self._controller = self._client, None, None, None
-            self._up, self._greeted, self._gone, self._expected = [], {}, set(), []
+            self._up, self._greeted, self.gone, self._expected = [], {}, set(), []
         if client is not None:
             client.close()
         if never_up:
@@ -318,29 +321,33 @@ class Engines:
         """Ask who registered; those that answer are up."""
         ids = set(client.ids)
         known = {engine.id for engine in self._up}
-        for identity in ids - known - set(self._greeted) - self._gone:
-            self._greeted[identity] = (client[identity].apply_async(call, "hello"), time.monotonic())
+        for identity in ids - known - set(self._greeted) - self.gone:
+            with contextlib.suppress(IndexError):  # it has left
+                self._greeted[identity] = (client[identity].apply_async(call, "hello"), time.monotonic())
         for identity, (result, asked) in list(self._greeted.items()):
-            if result.ready():
-                del self._greeted[identity]
+            if not result.ready():
+                if time.monotonic() - asked > ANSWER:
+                    del self._greeted[identity]
+                    self.gone.add(identity)
+                continue
+            del self._greeted[identity], self._expected[:1]
+            try:
                 who = result.get(0)
-                engine = EngineInfo(identity, who["pid"], who["started"], who["host"], who["host"] == self.host)
                 client[identity].apply_async(call, "warm", self.config.worker)
-                with self._lock:
-                    self._up.append(engine)
-                if self._expected:
-                    self._expected.pop(0)
-                self.problem = ""
-            elif time.monotonic() - asked > ANSWER:
-                del self._greeted[identity]
-                self._gone.add(identity)
+            except (IndexError, ipp.error.IPythonError):  # it ended at once: another one is started in its place
+                self.gone.add(identity)
+                continue
+            engine = EngineInfo(identity, who["pid"], who["started"], who["host"], who["host"] == self.host)
+            with self._lock:
+                self._up.append(engine)
+            self.problem = ""
 
     def _reap(self) -> None:
         """Forget engines that ended, tell the controller, and give up on local ones that never came."""
         for engine in [engine for engine in self._up if self.lost(engine)]:
             with self._lock:
                 self._up.remove(engine)
-            self._gone.add(engine.id)
+            self.gone.add(engine.id)
             self.log.warning("engine %s (pid %s on %s) ended", engine.id, engine.pid, engine.host)
             if not self.batch and self._client is not None and engine.id in self._client.ids:
                 self._unregister(engine.id)

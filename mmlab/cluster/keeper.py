@@ -233,6 +233,7 @@ class Keeper:
             "cluster_id": cluster.cluster_id if cluster else None,
             "cluster_file": cluster.cluster_file if cluster else None,
             "up": [{"engine": e.id, "pid": e.pid, "host": e.host} for e in up],
+            "gone": sorted(self.engines.gone),
             "runs": [str(run.paths.root) for run in self.runs],
             "processes": [record.to_json() for record in self.engines.processes()],
             "cancel": self.engines.cancel_commands(),

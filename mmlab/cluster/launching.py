@@ -30,7 +30,7 @@ from mmlab.messages import (
     write_failure,
     write_json,
 )
-from mmlab.messages.moves import moving_on, rescue_move, take_plan
+from mmlab.messages.moves import forget_move, moving_on, save_move, take_plan
 from mmlab.plan import Plan
 from mmlab.plan.upkeep import ClusterConfig
 
@@ -169,7 +169,7 @@ def go_on(run: ActiveRun) -> ActiveRun:
     if move is not None and moves:
         take_plan(run.paths, move)
     else:
-        rescue_move(run.paths)
+        save_move(run.paths)
     info = read_json(run.paths.run) or {}
     plan = Plan.load(run.paths.plan)
     following = ActiveRun(run.paths, run.generation + 1, run.again.restore, plan.world_size, cluster=plan.cluster)
@@ -183,6 +183,8 @@ def go_on(run: ActiveRun) -> ActiveRun:
         following.emit("state", state="starting", reason=run.again.reason)
     more = {"generation": following.generation, "world_size": plan.world_size, "engines": []}
     write_json(run.paths.run, info | more | {"recovers": plan.cluster.max_recoveries > 0})
+    if not moves:
+        forget_move(run.paths)
     following.state, following.stepped = "queued", False
     return following
 
@@ -297,10 +299,8 @@ def _gather(run: ActiveRun, engines: Engines, idle: Callable[[], bool], check: C
         states = engines.call(team, "state", [(str(run.paths.root),)] * len(team), ANSWER)
         blind = sorted({engine.host for engine, state in zip(team, states, strict=True) if not state["sees"]})
         if blind:
-            folder = run.paths.root
-            raise LabError(
-                f"{', '.join(blind)} cannot see the run's folder {folder}; set MMLAB_RUNS to one that all hosts share"
-            )
+            folder, who = run.paths.root, ", ".join(blind)
+            raise LabError(f"{who} cannot see the run's folder {folder}; set MMLAB_RUNS to one that all hosts share")
         busy = [engine for engine, state in zip(team, states, strict=True) if state["busy"]]
         if not busy:
             return team

@@ -171,9 +171,10 @@ def new_id() -> str:
 
 
 def attach_client(paths: LabPaths) -> None:
-    """Write down that this process uses the lab, which therefore is not idle."""
+    """Write down that this process uses the lab, which therefore is not idle; nothing where it has just ended."""
     me = this_process()
-    write_private(paths.clients / f"{me['host']}-{me['pid']}.json", me)
+    with contextlib.suppress(FileNotFoundError):
+        write_private(paths.clients / f"{me['host']}-{me['pid']}.json", me)
 
 
 def detach_client(lab_id: str) -> None:

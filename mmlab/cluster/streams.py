@@ -55,9 +55,10 @@ class RankLog:
         self._open()
 
     def close(self) -> None:
-        """Close the file."""
+        """Close the file. What a thread prints later is lost."""
         with self._lock:
             os.close(self._file)
+            self._file = -1  # the number is soon another file's
 
 
 class EngineStream(OutStream):

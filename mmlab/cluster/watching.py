@@ -54,7 +54,10 @@ def watch(run: ActiveRun, engines: Engines) -> None:
             write_lost(run, rank, engine)
     failures = read_failures(run.paths.failures, run.generation)
     if failures:
-        _see_to(run, engines, failures[0])
+        run.read()  # what it has done before it failed, or that a rank has reported it meanwhile
+        say_recovered(run)
+        if not run.ended:
+            _see_to(run, engines, failures[0])
     else:
         _notice_left(run, engines)
         if run.again is None and not run.ended:

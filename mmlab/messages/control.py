@@ -122,10 +122,10 @@ class Inbox:
         commands = []
         for path in sorted(self.control.glob("*.json")):
             command = read_command(path)
-            if command is None:
-                self._refuse(path)
-            else:
+            if command is not None:
                 commands.append(command)
+            elif os.path.lexists(path):  # else it was answered meanwhile
+                self._refuse(path)
         return commands
 
     def _refuse(self, path: Path) -> None:

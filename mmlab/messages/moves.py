@@ -108,9 +108,10 @@ def falls_back(paths: RunPaths, generation: int) -> Move | None:
 
 
 def go_back(paths: RunPaths, move: Move) -> str:
-    """Make the plan before a move the run's again, and its state a checkpoint; its name."""
+    """Make the plan before a move the run's again, and its state a checkpoint; its name. The move is there until the
+    next generation has its number: without it the run would have failed."""
     write_atomic(paths.plan, (paths.plans / f"generation-{move.generation - 1}.toml").read_bytes())
-    return rescue_move(paths)
+    return save_move(paths)
 
 
 def memory_folders(paths: RunPaths) -> list[Path]:
@@ -141,18 +142,23 @@ def rescue_move(paths: RunPaths) -> str:
 
     Empty where there is nothing to rescue. OSError when it cannot be written there: the state then stays where it is.
     """
+    name = save_move(paths)
+    forget_move(paths)  # without a move: a rank that died while the state was written has left a part of it in memory
+    return name
+
+
+def save_move(paths: RunPaths) -> str:
+    """The same, with the move and what is in memory left there."""
     move = read_move(paths)
     if move is None:
-        forget_move(paths)  # a rank that died while the state was written has left a part of it in memory
         return ""
     source, target = Path(move.folder), kept_at(paths) / move.name
     reached = bool(move.folder) and (not move.memory or move.host == socket.gethostname())
     lies_there = target.local is not None and target.local.exists() and target.local.samefile(source)
-    if reached and (source / MANIFEST).is_file() and not lies_there:
+    if reached and (source / MANIFEST).is_file() and not lies_there and MANIFEST not in target.sizes():
         _bring(source, target)
         if not move.memory:
             Location(source).remove(first=MANIFEST)
-    forget_move(paths)
     return move.name if MANIFEST in target.sizes() else ""
 
 

@@ -50,9 +50,9 @@ def create_run(root: Path, name: str, plan_toml: str, world_size: int, steps: in
 def take_over_move(paths: RunPaths, move: Move, lineage: str) -> None:
     """Make a run's next generation the one that takes up a state on its way: its plan, its number, its ranks."""
     take_plan(paths, move)
-    log = EventLog(paths.events, lineage)
+    log = EventLog(paths.events, lineage)  # first: else the state before is taken for this generation's
     log.emit("state", state="starting", step=move.step, reason=move.reason)
-    log.close()  # first: else the state before is taken for this generation's
+    log.close()
     info = read_json(paths.run) or {}
     write_json(paths.run, info | {"generation": move.generation, "world_size": move.after, "engines": []})
 

@@ -38,6 +38,8 @@ _PROSE = re.compile(r"[a-z]{2,} [a-z]{2,}")
 _ENGLISH = re.compile(r"(?<![\w.=/\"'-])[A-Za-z][a-z]+(?![\w.=/(-])")
 _LEAD = re.compile(r"(\s*)(.*?)(\s*)", re.DOTALL)
 _TIMED = re.compile(r"(\d\d:\d\d:\d\d\s+)(.*)", re.DOTALL)
+_NAMES = re.compile(r"[.=\"]$|\b(checkpoint|run|lab|saved|restored?) $")
+"""What stands before a name."""
 _TEXT = re.compile(r"(?<=>)[^<>]+(?=<)")
 _PARTS = ("  ", "; ", ": ", ", ", ". ", " and ")
 """What sentences and lists are joined by."""
@@ -62,10 +64,9 @@ class Template:
         self.weight = sum(map(len, texts))
         self.short = len(re.sub(r"[^A-Za-z]", "", "".join(texts))) < SHORT
         self._holes = pieces[1::2]
-        self.names = {
-            hole for before, hole in zip(texts, self._holes, strict=False) if before.endswith((".", "=", '"'))
-        }
-        """Holes for parts of names (`model.language.{0}`), which are not translated."""
+        self.names = {hole for before, hole in zip(texts, self._holes, strict=False) if _NAMES.search(before)}
+        """Holes for names that somebody gave (`checkpoint {0}`) and parts of names (`model.language.{0}`): not
+        translated."""
         self.inner = self._inner(texts, _HOLE.split(translated))
         """Holes for values that are hardly sentences of their own: neither first nor last, nor in brackets."""
         self._patterns = [re.compile("".join(_patterns(texts, more)), re.DOTALL) for more in ("?", "")]

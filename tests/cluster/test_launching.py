@@ -5,7 +5,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from mmlab.cluster.engine_info import EngineInfo
+from mmlab.cluster.client import LabView
+from mmlab.cluster.engine_info import EngineInfo, EngineLost
+from mmlab.cluster.engines import Engines
 from mmlab.cluster.launching import Stopped, choose, launch, take_over
 from mmlab.cluster.watching import watch
 from mmlab.errors import LabError
@@ -166,6 +168,22 @@ def test_anchors_get_engines_on_lasting_hosts(run):
     few = Described(["spot", "spot", "kept", "spot"], spot={"spot"})
     with pytest.raises(LabError, match=r"names 2 ranks .* but 1 of 4 engines are on others \(spot may be taken away"):
         start(run, few)
+
+
+def test_an_engine_that_the_controller_no_longer_knows_is_lost():
+    engines = Engines.__new__(Engines)
+    engines._client, engines._controller = [], None
+    with pytest.raises(EngineLost, match=r"engine 0 .* ended before state"):
+        engines.call([EngineInfo(0, 1, 1.0, "a", False)], "state", [()], 1.0)
+
+
+def test_the_view_has_engines_in_rank_order_and_none_that_has_ended():
+    view = LabView()
+    view._client = SimpleNamespace(ids=[0, 1, 2], direct_view=list)
+    view._file = ("p/security/ipcontroller-c-client.json", 0)
+    info = {"profile_dir": "p", "cluster_id": "c", "up": [{"engine": 0}], "gone": [1]}
+    assert view.of(info, [2, 0]) == [2, 0]  # 2 is so new that the keeper has yet to write of it
+    assert view.of(info, [2, 1, 0]) == [0]
 
 
 def test_engines_that_are_about_to_be_taken_away_keep_no_rank_from_an_anchor(run):

@@ -4,6 +4,7 @@ import os
 import shutil
 import subprocess
 import sys
+import time
 import uuid
 
 import pytest
@@ -87,11 +88,14 @@ def test_two_pairs_at_once_are_shaped_and_nothing_is_left_of_them():
         for host in (first, second):
             assert "tbf" in netns.ip("-n", host.namespace, "qdisc", "show", "dev", netns.DEVICE, program="tc")
         inside = subprocess.Popen([*second.command, "sleep", "60"])
+        while inside.pid not in netns._pids(second.namespace):  # `ip netns exec` has still to enter it
+            assert inside.poll() is None
+            time.sleep(0.02)
         command = [*first.command, "cat", f"/sys/class/net/{netns.DEVICE}/operstate"]
-        assert subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout == "up\n"
+        assert subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout == "up\n"
         netns.reshape((first, second), None)
         assert "tbf" not in netns.ip("-n", first.namespace, "qdisc", "show", "dev", netns.DEVICE, program="tc")
-    assert inside.wait(5) == -9
+    assert inside.wait(30) == -9
     assert own() == before
 
 

@@ -34,8 +34,8 @@ def test_an_exception_names_its_rank_and_the_next_call_works(pool):
 
 def test_a_timeout_shows_where_every_rank_is(pool):
     third = pool.pids[2]
-    with pytest.raises(RankTimeout, match="rank 1 of 2 did not end within 1 s") as caught:
-        pool.run(pool_functions.hang, ranks=2, timeout=1)
+    with pytest.raises(RankTimeout, match="rank 1 of 2 did not end within 2 s") as caught:
+        pool.run(pool_functions.hang, ranks=2, timeout=2)
     assert "sleeping_on_purpose" in caught.value.tracebacks[1]
     assert set(caught.value.tracebacks) == {0, 1}
     assert pool.pids == [third]  # it was not in the call

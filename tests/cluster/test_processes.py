@@ -8,6 +8,8 @@ import sys
 from mmlab.cluster.processes import MARK, Tracked, end_all, marked, tracked, with_descendants
 from mmlab.messages import process_alive
 
+ONE, OTHER = (f"{number}-{os.getpid()}" for number in range(2))
+"""Marks that no other process on this machine has."""
 CHILD = (
     "import signal, subprocess, sys, time; signal.signal(signal.SIGTERM, signal.SIG_IGN);"
     "p = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)']); print(p.pid, flush=True);"
@@ -27,7 +29,7 @@ def start(lab_id):
 
 
 def test_a_stubborn_process_and_its_child_are_ended():
-    process, parent, child = start("t1")
+    process, parent, child = start(ONE)
     assert {(p.pid, p.kind) for p in with_descendants([parent])} == {
         (parent.pid, "engine"),
         (child.pid, "child of engine"),
@@ -38,13 +40,13 @@ def test_a_stubborn_process_and_its_child_are_ended():
 
 
 def test_an_orphan_is_found_by_its_mark():
-    process, parent, child = start("t2")
+    process, parent, child = start(OTHER)
     os.kill(parent.pid, signal.SIGKILL)
     process.wait(5)
     assert with_descendants([parent]) == []
-    assert [record.pid for record in marked("t2")] == [child.pid]
+    assert [record.pid for record in marked(OTHER)] == [child.pid]
     assert list(marked("")) == []
-    assert end_all([parent], "t2") == []
+    assert end_all([parent], OTHER) == []
     assert not child.alive
 
 

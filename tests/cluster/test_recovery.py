@@ -90,6 +90,42 @@ def test_a_lost_rank_is_replaced_and_the_run_goes_on_from_its_newest_checkpoint(
     assert done["seconds"] >= 0
 
 
+def test_a_generation_that_fails_soon_after_its_first_step_has_recovered(run, monkeypatch):
+    engines = Described(["a"] * 4)
+    start(run, engines)
+    fail(run, 1)
+    watch(run, engines)
+    second = go_on(run)
+    start(second, engines)
+
+    def meanwhile(*about):
+        stepped(second, 1)
+        fail(second, 2)
+        return read_failures(*about)
+
+    monkeypatch.setattr(watching, "read_failures", meanwhile)
+    watch(second, engines)
+    assert [event["done"] for event in events(run, "recovery")] == [False, True, False]
+
+
+def test_a_run_that_falls_back_to_the_layout_before_has_not_failed_for_a_moment(run):
+    folder = run.paths.checkpoints / "relayout-step-5"
+    move = Move(1, "", folder.name, str(folder), "host", False, 5, "", 4, 4, 0.0, 0, {})
+    run.paths.plans.mkdir()
+    (run.paths.plans / "generation-0.toml").write_bytes(run.paths.plan.read_bytes())
+    write_move(run.paths, move)
+    engines = Described(["a"] * 4)
+    start(run, engines)
+    fail(run, 1, "input", "torch sees 0 GPUs")
+    watch(run, engines)
+    assert run.again.reason.startswith("back in the layout before")
+    assert RunRecord(run.paths.root).status()["state"] == "starting"
+    go_on(run)
+    status = RunRecord(run.paths.root).status()
+    assert (status["state"], status["generation"]) == ("starting", 2)
+    assert read_move(run.paths) is None
+
+
 def test_after_so_many_recoveries_the_run_fails_with_their_history(run):
     engines, now = Described(["a"] * 4), run
     for rank in (2, 1, 3):

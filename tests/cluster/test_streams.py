@@ -26,6 +26,14 @@ def test_a_log_goes_on_where_the_last_generation_ended(tmp_path):
     assert (tmp_path / "rank-0.log").read_text() == "one\ntwo\n"
 
 
+def test_what_a_thread_prints_after_the_end_goes_to_no_other_file(tmp_path):
+    log = RankLog(tmp_path / "rank-0.log")
+    log.close()
+    with open(tmp_path / "checkpoint", "wb"):  # takes the number that the log's file had
+        log.write(b"late\n")
+    assert (tmp_path / "checkpoint").read_bytes() == b""
+
+
 class Session:
     """Stands for the client's side of an engine's stream."""
 

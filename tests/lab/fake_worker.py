@@ -1,7 +1,8 @@
 """A worker without torch that does what the lab relies on: beacon, events, failures, and commands at step boundaries.
 
 What a run does is in its plan's name: "fake" steps on, "print-N" prints N lines, "raise-R" raises in rank R at step 3,
-"silent" has survivors that report nothing. Ranks keep step through files in the run's folder.
+"held-R" does so once there is a file "raise" in the run's folder, "silent" has survivors that report nothing. Ranks do
+not keep step, but for one that raises: it waits until rank 0 has done a step.
 """
 
 import secrets
@@ -21,6 +22,7 @@ from mmlab.messages import (
     Inbox,
     RunPaths,
     claim_report,
+    read_beacons,
     read_failures,
     write_failure,
     write_json,
@@ -91,7 +93,9 @@ class Rank:
         self.log.emit("state", state="running", step=step, reason="")
 
     def work(self, step):
-        if self.what == "raise" and self.job.rank == int(self.argument) and step == 3:
+        if self.what in ("raise", "held") and self.job.rank == int(self.argument) and step == 3:
+            while not (self.rank_0_has_stepped() and (self.what == "raise" or (self.paths.root / "raise").exists())):
+                time.sleep(STEP)
             raise ValueError("scripted")
         if self.what == "print" and step == 1:
             lines = int(self.argument)
@@ -103,6 +107,10 @@ class Rank:
             subprocess.run([sys.executable, "-c", "print('from a process of the run')"], check=True)
         if self.log is not None:
             self.log.emit("step", step=step, loss=1.0 / step, tokens_per_s=100.0)
+
+    def rank_0_has_stepped(self):
+        beacons = [b for b in read_beacons(self.paths.ranks) if b.generation == self.job.generation]
+        return any(beacon.rank == 0 and beacon.step > 1 for beacon in beacons)
 
     def boundary(self, step):
         inbox = Inbox(self.paths.control)

@@ -28,7 +28,7 @@ def alive(pids):
     return found
 
 
-def assert_ended(pids, timeout=15.0):
+def assert_ended(pids, timeout=60.0):
     """None of these processes lives on; ends those that do, by pid, so that tests leave none."""
     end = time.monotonic() + timeout
     while (left := alive(pids)) and time.monotonic() < end:
@@ -38,8 +38,8 @@ def assert_ended(pids, timeout=15.0):
     assert not left
 
 
-def eventually(condition, timeout=30.0):
-    """Wait for a condition and return its value; fails after `timeout` seconds."""
+def eventually(condition, timeout=60.0):
+    """Wait for a condition and return its value; fails after `timeout` seconds: engines start, on a busy machine."""
     end = time.monotonic() + timeout
     while not (value := condition()):
         assert time.monotonic() < end, "did not happen in time"

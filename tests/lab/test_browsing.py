@@ -9,7 +9,7 @@ from mmlab.errors import CheckpointError, LabError
 from mmlab.lab import Lab
 from mmlab.messages.checkpoints import FROZEN
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 
 
 @pytest.fixture
@@ -33,14 +33,14 @@ def run(small_lab, shard):  # noqa: F811
 
 def test_from_a_checkpoint_to_a_branch(small_lab, run):
     run.checkpoint("early").wait()
-    run.wait(step=run.status()["step"] + 2, timeout=60)
+    run.wait(step=run.status()["step"] + 2, timeout=100)
     run.checkpoint("late").wait()
     early = run.checkpoint_info("early")
     assert (early["frozen"], early["problem"], early["layout"]) == (["vision"], "", "2 ranks")
-    ack = run.restore(name="early", plan="parallel.tp=2").wait(60)
+    ack = run.restore(name="early", plan="parallel.tp=2").wait(150)
     assert f"restored early (step {early['step']}); another layout (2 -> 3 ranks)" in ack.message
-    eventually(lambda: run.status()["generation"] == 2 and run.status()["state"] == "running", 60)
-    run.wait(step=early["step"] + 2, timeout=60)
+    eventually(lambda: run.status()["generation"] == 2 and run.status()["state"] == "running", 100)
+    run.wait(step=early["step"] + 2, timeout=100)
     assert run.plan.parallel.tp == 2
     run.checkpoint("wide").wait()
     _they_are_compared(run)
@@ -50,13 +50,13 @@ def test_from_a_checkpoint_to_a_branch(small_lab, run):
     assert small_lab.current.dir == Lab._of(small_lab._paths).current.dir == run.dir
     assert list(small_lab.view.targets) == [rank["engine"] for rank in run.status()["ranks"]]
     dropped.stop()
-    dropped.wait(timeout=10)
+    dropped.wait(timeout=60)
     assert (dropped.status()["state"], dropped.status()["reason"]) == ("stopped", "stopped before it started")
     with pytest.raises(LabError, match="is busy with run"):
         small_lab.train(run.plan)
     run.stop().wait()
-    run.wait(timeout=60)
-    branch.wait(timeout=60)
+    run.wait(timeout=100)
+    branch.wait(timeout=100)
     assert [row["step"] for row in branch.metrics()] == [early["step"] + 1]
     assert run.ledger().ok
     _another_layout_after_the_end(run)
@@ -84,7 +84,7 @@ def _another_layout_after_the_end(run):
     run.rename_checkpoint("late", "later")
     generation = run.status()["generation"]
     run.restore(name="later", plan=["parallel.tp=1", "train.language.lr=1e-5"])
-    run.wait(step=step + 2, timeout=60)
+    run.wait(step=step + 2, timeout=100)
     status = run.status()
     assert (status["generation"], len(status["ranks"])) == (generation + 1, 2)
     assert run.metrics()[-1]["lr"]["language"] == pytest.approx(1e-5)
@@ -93,7 +93,7 @@ def _another_layout_after_the_end(run):
     with pytest.raises(CheckpointError, match="would recover"):
         run.delete_checkpoint("later")
     run.stop().wait()
-    run.wait(timeout=60)
+    run.wait(timeout=100)
     assert run.ledger().ok
 
 
@@ -105,7 +105,7 @@ def _a_branch(lab, run, early):
     for row in run.checkpoints():
         run.delete_checkpoint(row["name"])  # the branch has what it needs
     assert list((kept / FROZEN).iterdir()) == []
-    branch.wait(timeout=60)
+    branch.wait(timeout=100)
     assert branch.status()["state"] == "finished"
     assert [row["step"] for row in branch.metrics()] == list(range(early["step"] + 1, steps + 1))
     (began,) = [event for event in branch.events() if event["kind"] == "restore"]

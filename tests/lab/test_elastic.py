@@ -1,7 +1,6 @@
 """A run that loses an engine for a while: fewer ranks meanwhile, then all of them again."""
 
 import os
-import time
 from pathlib import Path
 
 import pytest
@@ -10,7 +9,7 @@ from lab_helpers import assert_ended, eventually, processes
 from mmlab import Plan
 from mmlab.lab import Lab
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(500)]
 HERE = Path(__file__).parent
 
 
@@ -49,7 +48,7 @@ def ranks(run):
 
 def test_fewer_ranks_while_an_engine_is_lacking_then_all_again(lab, switch):
     changes = {
-        "data.path": "shapes", "data.held_out": "", "data.global_batch": 4, "data.lanes": 2, "train.steps": 400,
+        "data.path": "shapes", "data.held_out": "", "data.global_batch": 4, "data.lanes": 2, "train.steps": 100000,
         "checkpoint.every_steps": 5, "cluster.elastic": True, "cluster.start_timeout": 10.0,
     }  # fmt: skip
     plan = Plan.preset("laptop").with_("parallel.dp=2", "parallel.pp=1", "parallel.microbatches=1", changes)
@@ -59,17 +58,17 @@ def test_fewer_ranks_while_an_engine_is_lacking_then_all_again(lab, switch):
     switch.touch()
     survivors = {rank["pid"] for rank in run.status()["ranks"]} - {run.status()["ranks"][2]["pid"]}
     run.chaos(kill=2)
-    eventually(lambda: ranks(run) == 2, timeout=60)
+    eventually(lambda: ranks(run) == 2, timeout=100)
     assert {rank["pid"] for rank in run.status()["ranks"]} == survivors
     assert (run.plan.parallel.dp, run.plan.parallel.microbatches) == (1, 2)
     shrunk = run.status()["step"]
-    run.wait(step=shrunk + 3, timeout=30, progress=False)
+    run.wait(step=shrunk + 3, timeout=60, progress=False)
     run.pause().wait()
     switch.unlink()
-    eventually(lambda: ranks(run) == 3 and run.status()["state"] == "paused", timeout=90)
+    eventually(lambda: ranks(run) == 3 and run.status()["state"] == "paused", timeout=150)
     assert run.plan == plan
     step = run.step(3).wait().step + 3
-    run.wait(step=step, timeout=30, progress=False)
+    run.wait(step=step, timeout=60, progress=False)
     run.stop()
     run.wait(timeout=60, progress=False)
     assert run.ledger().ok, run.ledger().problems
@@ -88,12 +87,9 @@ def test_fewer_ranks_while_an_engine_is_lacking_then_all_again(lab, switch):
 
 def test_a_layout_without_a_smaller_one_waits_or_fails_with_the_reason(lab, switch):
     changes = {"data.path": "shapes", "data.held_out": "", "cluster.elastic": True, "cluster.start_timeout": 6.0}
-    run = lab.train(Plan.preset("laptop").with_("parallel.pp=2", "train.steps=5000", changes))
+    run = lab.train(Plan.preset("laptop").with_("parallel.pp=2", "train.steps=100000", changes))
     run.wait(step=2, timeout=100, progress=False)
     switch.touch()
     run.chaos(kill=1)
-    end = time.monotonic() + 60
-    while run.status()["state"] != "failed":
-        assert time.monotonic() < end
-        time.sleep(0.1)
+    eventually(lambda: run.status()["state"] == "failed", timeout=100)
     assert "did not start within 6 s" in run.status()["reason"] or "came within 6 s" in run.status()["reason"]

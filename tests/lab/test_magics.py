@@ -1,5 +1,6 @@
 """`%load_ext mmlab`: words of the command line, and cells on live ranks, on real engines from a real kernel."""
 
+import sys
 import time
 from types import SimpleNamespace
 
@@ -16,6 +17,7 @@ from mmlab.cluster.cells import BEGAN, names_of, offered
 from mmlab.errors import CheckpointError, LabError, MmlabError
 from mmlab.lab import Lab, Run
 from mmlab.magics import LabMagics, between, overview, say, show, takes_run
+from mmlab.messages import ENDED
 from mmlab.tracking.sent import Sent
 
 
@@ -23,6 +25,7 @@ from mmlab.tracking.sent import Sent
 def magics(place, tmp_path, monkeypatch):
     monkeypatch.setenv("JUPYTER_RUNTIME_DIR", str(tmp_path / "runtime"))
     monkeypatch.setenv("MMLAB_RUNS", str(tmp_path / "runs"))
+    monkeypatch.setitem(sys.modules, "__main__", sys.modules["__main__"])  # a shell puts a module of its own there
     return LabMagics(InteractiveShell())
 
 
@@ -127,36 +130,45 @@ def test_a_rank_that_does_not_begin_is_given_up_once(capsys):
 @pytest.fixture(scope="module")
 def trained(place, tmp_path_factory):
     """A kernel with the extension, and a run of three ranks on engines of its own."""
-    patch = pytest.MonkeyPatch()
-    patch.setenv("JUPYTER_RUNTIME_DIR", str(tmp_path_factory.mktemp("magics")))
-    lab = Lab(engines=3)
-    kernel, pids = None, {}
-    try:
-        kernel = Kernel()
-        loaded = kernel.run("%load_ext mmlab")
-        assert loaded["error"] == []
-        run = lab.train(Plan.preset("laptop").with_("train.steps=100000"))
-        run.wait(step=2, timeout=150, progress=False)
-        pids = processes(lab)
-        yield kernel, lab, run
-    finally:
-        if kernel is not None:
-            kernel.close()
-        lab.close()
-        patch.undo()
-        assert_ended(pids)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("JUPYTER_RUNTIME_DIR", str(tmp_path_factory.mktemp("magics")))
+        lab = Lab(engines=3)
+        kernel, pids = None, {}
+        try:
+            kernel = Kernel()
+            loaded = kernel.run("%load_ext mmlab")
+            assert loaded["error"] == []
+            run = _begun(lab)
+            pids = processes(lab)
+            yield kernel, lab, run
+        finally:
+            if kernel is not None:
+                kernel.close()
+            lab.close()
+            assert_ended(pids)
+
+
+def _begun(lab):
+    return lab.train(Plan.preset("laptop").with_("train.steps=100000")).wait(step=2, timeout=150, progress=False)
+
+
+@pytest.fixture
+def at_work(trained):
+    """The kernel, the lab and the run; another run where a test that failed has ended that one."""
+    kernel, lab, run = trained
+    return kernel, lab, run if run.status()["state"] not in ENDED else _begun(lab)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_cells_on_live_ranks(trained):
-    kernel, _, run = trained
+def test_cells_on_live_ranks(at_work):
+    kernel, _, run = at_work
     shown = kernel.run("%%ranks\nprint('at', role)\nsum(p.numel() for p in model.parameters()) > 1000")
     assert shown["error"] == []
     assert sorted(shown["text"].splitlines()) == [
         "[0] True", "[0] at vision 0", "[1] True", "[1] at stage 0 tp 0", "[2] True", "[2] at stage 1 tp 0",
     ]  # fmt: skip
-    early = kernel.run("%%rank 1\nimport time\nprint('early')\ntime.sleep(30)", until="[1] early", timeout=20)
+    early = kernel.run("%%rank 1\nimport time\nprint('early')\ntime.sleep(30)", until="[1] early")
     assert early["error"] == ["interrupted the cell on rank 1; the run goes on"]
     step = run.status()["step"]
     run.wait(step=step + 2, timeout=60, progress=False)
@@ -176,8 +188,8 @@ def test_cells_on_live_ranks(trained):
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_busy_engines_and_words_of_the_command_line(trained, tmp_path):
-    kernel, lab, run = trained
+def test_busy_engines_and_words_of_the_command_line(at_work, tmp_path):
+    kernel, lab, run = at_work
     asleep, awake = tmp_path / "asleep", tmp_path / "awake"
     sleep = f"open({str(asleep)!r}, 'w').close()\nwhile not os.path.exists({str(awake)!r}): time.sleep(0.1)"
     client = lab.view.client
@@ -199,8 +211,8 @@ def test_busy_engines_and_words_of_the_command_line(trained, tmp_path):
     assert "a run that goes on keeps its model" in refused["text"]
     assert "checkpoint: applied" in kernel.run("%mmlab checkpoint 7")["text"]
     assert "stop: " in kernel.run(f"%mmlab stop {run.id}")["text"]
-    run.wait(timeout=30, progress=False)
-    assert kernel.run("%%rank 0\nrank, 'model' in dir()")["text"] == "[0] (0, False)\n"
+    run.wait(timeout=60, progress=False)
+    eventually(lambda: kernel.run("%%rank 0\nrank, 'model' in dir()")["text"] == "[0] (0, False)\n")  # it has left
     assert run.compare("7", str(run.status()["step"])).modules, "digits: a name, else a step"
     with pytest.raises(CheckpointError, match=r"comparing was not done after 0\.01 s"):
         run.compare("7", "7", timeout=0.01)
@@ -236,9 +248,15 @@ def test_the_form_of_a_plan_trains_in_the_lab(trained):
 def test_a_cell_comes_back_though_no_lab_lives(trained):
     """Where `mmlab restore` in a terminal follows the run to its end."""
     kernel, lab, run = trained
+    if run.status()["state"] not in ENDED:
+        run.stop()
+        run.wait(timeout=60, progress=False)
     lab.close()
-    of = f"%mmlab --run {run.id}"
-    for line, other in ((f"{of} restore --name 7 parallel.microbatches=4,", False), (f"{of} branch --name 7", True)):
+    of, name = f"%mmlab --run {run.id}", run.checkpoints()[-1]["name"]
+    for line, other in (
+        (f"{of} restore --name {name} parallel.microbatches=4,", False),
+        (f"{of} branch --name {name}", True),
+    ):
         text = kernel.run(line)["text"]
         assert "goes on meanwhile" in text
         [own] = Lab.live()

@@ -74,14 +74,30 @@ def finish(lab, run, plan, losses):
     assert run.ledger().ok, run.ledger().problems
 
 
+def paused_with_a_checkpoint(run):
+    """Pause a run that has just been asked for after six steps; its last periodic checkpoint is there. The step."""
+    step = run.step(6).wait(100).step + 6
+    eventually(lambda: (s := run.status())["state"] == "paused" and s["step"] == step)
+    eventually(lambda: step // 4 * 4 in [row["step"] for row in run.checkpoints()])
+    return step
+
+
+def slowed(run):
+    """The same run at work, half a second a step: what is done to it now comes before its end."""
+    paused_with_a_checkpoint(run)
+    run.chaos(slow=1, seconds=0.5, phase="forward").wait()
+    run.resume().wait()
+
+
 def test_a_killed_rank_is_replaced_and_the_run_goes_on(real_lab, plan, losses):
     losses(real_lab, plan)
     run = real_lab.train(plan)
-    run.wait(step=6, timeout=100, progress=False)
+    step = paused_with_a_checkpoint(run)
     victim, survivor = run.status()["ranks"][1], run.status()["ranks"][0]
-    os.kill(victim["pid"], signal.SIGKILL)
+    run.chaos(kill=1, phase="backward").wait()  # in its next step
+    run.resume().wait()
     states = set()
-    end = time.monotonic() + 60
+    end = time.monotonic() + 100
     while run.status()["generation"] == 1 or run.status()["state"] != "running":
         states.add(run.status()["state"])
         assert time.monotonic() < end, run.events()[-5:]
@@ -95,13 +111,13 @@ def test_a_killed_rank_is_replaced_and_the_run_goes_on(real_lab, plan, losses):
     begun, done = recoveries(run)
     assert (begun["cause"], begun["rank"], done["generation"], list(done["replaced"])) == ("lost", 1, 2, ["1"])
     assert begun["restore"] == "latest"
-    assert [event["from_step"] for event in run.events() if event["kind"] == "restore"] == [4]
+    assert [event["from_step"] for event in run.events() if event["kind"] == "restore"] == [step // 4 * 4]
 
 
 def test_a_stopped_rank_is_found_named_and_replaced(real_lab, plan, losses):
     losses(real_lab, plan)
     run = real_lab.train(plan.with_("cluster.hang_timeout=2"))
-    run.wait(step=6, timeout=100, progress=False)
+    slowed(run)
     victim = run.status()["ranks"][0]
     os.kill(victim["pid"], signal.SIGSTOP)
     finish(real_lab, run, plan, losses)
@@ -114,7 +130,7 @@ def test_a_stopped_rank_is_found_named_and_replaced(real_lab, plan, losses):
 def test_a_fault_while_it_recovers_is_the_next_attempt(real_lab, plan, losses):
     losses(real_lab, plan)
     run = real_lab.train(plan)
-    run.wait(step=6, timeout=100, progress=False)
+    slowed(run)
     first, second = (rank["pid"] for rank in run.status()["ranks"])
     os.kill(first, signal.SIGKILL)
     eventually(lambda: run.status()["generation"] == 2)
@@ -130,7 +146,7 @@ def test_a_paused_run_is_still_paused_and_can_be_stopped_while_it_recovers(real_
     run.pause().wait()
     run.set("train.language.lr", 1.5e-4).wait()  # after the pause: no checkpoint that comes yet holds it
     os.kill(run.status()["ranks"][1]["pid"], signal.SIGKILL)
-    eventually(lambda: run.status()["generation"] == 2 and run.status()["state"] == "paused", timeout=60)
+    eventually(lambda: run.status()["generation"] == 2 and run.status()["state"] == "paused", timeout=100)
     (again,) = eventually(lambda: [e for e in run.events() if e.get("verb") == "set" and e["source"] == "recovery"])
     assert again["args"] == {"values": {"train.language.lr": 1.5e-4}}
     os.kill(run.status()["ranks"][1]["pid"], signal.SIGKILL)

@@ -11,7 +11,7 @@ from mmlab import MmlabError, Plan, PlanError
 from mmlab.lab import Lab
 from mmlab.messages.moves import memory_folders
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(500)]
 
 
 @pytest.fixture
@@ -35,9 +35,9 @@ def run(two_engines, shard):  # noqa: F811
 def test_more_engines_then_fewer_then_a_rank_dies(two_engines, run):
     pids = {rank["pid"] for rank in run.status()["ranks"]}
     run.set("train.language.lr", 5e-4).wait()
-    ack = run.relayout("parallel.dp=2", "parallel.pp=2").wait(90)
+    ack = run.relayout("parallel.dp=2", "parallel.pp=2").wait(200)
     assert "(2 -> 5 ranks)" in ack.message
-    run.wait(step=ack.step + 2, timeout=60)
+    run.wait(step=ack.step + 2, timeout=100)
     status = run.status()
     assert (status["state"], status["generation"], len(status["ranks"])) == ("running", 2, 5)
     assert pids <= {rank["pid"] for rank in status["ranks"]}
@@ -45,17 +45,22 @@ def test_more_engines_then_fewer_then_a_rank_dies(two_engines, run):
     assert run.plan.train.language.lr == 5e-4
     run.pause().wait()
     ack = run.relayout(run.plan.with_("parallel.dp=1", "parallel.tp=2", "parallel.pp=1")).wait()
-    eventually(lambda: run.status()["generation"] == 3 and run.status()["state"] == "paused", 60)
+    eventually(lambda: run.status()["generation"] == 3 and run.status()["state"] == "paused", 100)
     assert [rank["alive"] for rank in run.status()["ranks"]] == [True] * 3
     run.step(2)
-    run.wait(step=ack.step + 2, timeout=60)
+    run.wait(step=ack.step + 2, timeout=100)
     run.resume()
-    assert [row["step"] for row in run.metrics()] == list(range(1, len(run.metrics()) + 1))
-    assert run.ledger().ok
+    _every_step_once(run)
     with pytest.raises(PlanError, match=r"data\.lanes stays 2"):
         run.relayout("data.lanes=4")
     _a_layout_that_cannot_start(run)
     _a_rank_dies(run)
+
+
+def _every_step_once(run):
+    steps = [row["step"] for row in run.metrics()]  # read once: it goes on meanwhile
+    assert steps == list(range(1, len(steps) + 1))
+    assert run.ledger().ok
 
 
 def _a_layout_that_cannot_start(run):
@@ -69,25 +74,25 @@ def _a_layout_that_cannot_start(run):
     assert run.plan.cluster.device == "auto"
     assert not any(event.get("state") == "failed" for event in run.events())
     run.resume()
-    run.wait(step=step + 1, timeout=60)
+    run.wait(step=step + 1, timeout=100)
     assert run.ledger().ok
 
 
 def _a_rank_dies(run):
     """kill -9 once the state is whole: nothing is lost, wherever the next generation has got to."""
+    before = run.status()
     sent = run.relayout("parallel.tp=1")
-    eventually(lambda: run._record.paths.move.exists(), 30)
-    os.kill(run.status()["ranks"][-1]["pid"], signal.SIGKILL)
-    step = sent.wait().step
+    eventually(lambda: run._record.paths.move.exists() or run.status()["generation"] > before["generation"])
+    os.kill(before["ranks"][1]["pid"], signal.SIGKILL)  # a rank before and after
+    step = sent.wait(200).step
     try:
-        run.wait(step=step + 1, timeout=60)
+        run.wait(step=step + 1, timeout=100)
     except MmlabError:
         run.restore()
         run.wait(step=step + 1, timeout=100)
     assert run.plan.parallel.tp == 1
-    assert [row["step"] for row in run.metrics()] == list(range(1, len(run.metrics()) + 1))
-    assert run.ledger().ok
+    _every_step_once(run)
     assert not run._record.paths.move.exists()
     assert not any(folder.exists() for folder in memory_folders(run._record.paths))
     run.stop()
-    run.wait(timeout=60)
+    run.wait(timeout=100)

@@ -77,7 +77,7 @@ def test_a_lab_waits_in_the_queue_trains_and_cancels_its_job(slurm):
         run = lab.train(Plan.preset("laptop").with_("parallel.pp=1", "train.steps=100000", {"name": "fake"}))
         assert run.status()["state"] in ("queued", "starting")
         (slurm / "go").touch()
-        run.wait(step=2, timeout=60)
+        run.wait(step=2, timeout=100)
         assert [rank["host"] for rank in run.status()["ranks"]] == [socket.gethostname()] * 2
         info = lab.info()
         connection = f"{info['profile_dir']}/security/ipcontroller-{info['cluster_id']}-client.json"
@@ -101,7 +101,7 @@ def test_a_job_that_leaves_the_queue_is_named(slurm):
         eventually(lambda: lab.status()["reason"] == "PENDING (Resources)")
         (slurm / "cancelled").touch()
         with pytest.raises(LabError, match="job 4242 left the queue without engines"):
-            lab.wait(timeout=30)
+            lab.wait(timeout=60)
         pids = processes(lab)
     finally:
         lab.close()
@@ -113,6 +113,6 @@ def test_a_batch_command_that_is_missing_is_named(slurm):
     lab = Lab(profile="slurm", engines=1, worker=FAKE)
     try:
         with pytest.raises(LabError, match="sbatch was not found"):
-            lab.wait(timeout=30)
+            lab.wait(timeout=60)
     finally:
         lab.close()

@@ -39,6 +39,7 @@ def real_lab(place, tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(300)
 def test_train_lose_a_rank_and_restore(real_lab, shard):
     changes = {"data.path": str(shard), "data.held_out": "", "train.steps": 100000, "data.lanes": 2}
     changes["cluster.max_recoveries"] = 0
@@ -50,16 +51,18 @@ def test_train_lose_a_rank_and_restore(real_lab, shard):
     victim = run.status()["ranks"][1]
     survivor = run.status()["ranks"][0]["pid"]
     os.kill(victim["pid"], signal.SIGKILL)
-    reason = eventually(lambda: (s := run.status())["state"] == "failed" and s["reason"], timeout=2.0)
+    reason = eventually(lambda: (s := run.status())["state"] == "failed" and s["reason"])
     assert reason.startswith(f"rank 1 ({victim['role']}) failed in ")
     with pytest.raises(RunFailed, match="its process ended; logs are in"):
-        run.wait(timeout=5)
+        run.wait(timeout=60)
     run.restore()  # in the same lab, with the surviving engine and a new one
     run.wait(step=ack.step + 1, timeout=100)
     status = run.status()
     assert (status["state"], status["generation"]) == ("running", 2)
     assert status["ranks"][0]["pid"] == survivor or status["ranks"][1]["pid"] == survivor
-    assert [row["step"] for row in run.metrics()] == list(range(1, status["step"] + 1))
+    steps = [row["step"] for row in run.metrics()]  # read once: it goes on meanwhile
+    assert steps == list(range(1, len(steps) + 1))
+    assert len(steps) >= status["step"]
     _abort_and_go_on(real_lab, run)
 
 

@@ -5,7 +5,8 @@ import os
 
 import pytest
 
-from mmlab.messages import Inbox, new_command, read_ack, send
+from mmlab.messages import Ack, Inbox, new_command, read_ack, send
+from mmlab.messages.control import read_command
 
 
 @pytest.fixture
@@ -39,6 +40,19 @@ def test_a_file_that_is_no_command_is_refused_and_removed(control, name):
     assert ack is not None
     assert not ack.ok
     assert f"{name}.json" in ack.message
+
+
+def test_what_somebody_else_answers_meanwhile_is_not_refused(control, monkeypatch):
+    command = new_command("abort")
+    send(control, command)
+
+    def answered(path):
+        Inbox(control).answer(Ack(command.id, True, 3, [1]))
+        return read_command(path)
+
+    monkeypatch.setattr("mmlab.messages.control.read_command", answered)
+    assert Inbox(control).pending() == []
+    assert read_ack(control, command.id).ok
 
 
 def test_what_cannot_be_read_or_answered_is_put_aside(control):

@@ -155,6 +155,8 @@ def test_events_are_told_in_chinese_with_their_values() -> None:
     assert said.say(event_text(event | {"message": "3 steps, then a pause"})) == (
         "单步 3：第 12 步之后在 2 个 rank 上生效（3 步，然后暂停）"
     )
+    saved = event_text(event | {"verb": "checkpoint", "args": {"name": "before"}, "message": "saved before"})
+    assert said.say(saved) == "检查点 before：第 12 步之后在 2 个 rank 上生效（已保存 before）"  # its own name
     why = "rank 3 (stage 0 tp 1) failed in forward of step 12: ValueError: a fault of somebody"
     failed = said.say(event_text({"kind": "state", "state": "failed", "reason": why}))
     assert failed == "失败：rank 3（stage 0 tp 1）在第 12 步的前向中失败：ValueError: a fault of somebody"

@@ -43,9 +43,9 @@ function number(value, digits = 4) {
 function duration(seconds) {
   if (seconds === null || seconds === undefined || !Number.isFinite(seconds)) return "–";
   const whole = Math.round(seconds);
-  if (whole < 60) return `${whole} s`;
-  if (whole < 3600) return `${Math.floor(whole / 60)} min ${String(whole % 60).padStart(2, "0")} s`;
-  return `${Math.floor(whole / 3600)} h ${String(Math.floor((whole % 3600) / 60)).padStart(2, "0")} min`;
+  if (whole < 60) return t("{0} s", whole);
+  if (whole < 3600) return t("{0} min {1} s", Math.floor(whole / 60), String(whole % 60).padStart(2, "0"));
+  return t("{0} h {1} min", Math.floor(whole / 3600), String(Math.floor((whole % 3600) / 60)).padStart(2, "0"));
 }
 
 function bytes(count) {
