@@ -40,6 +40,17 @@ def pytest_runtestloop(session: pytest.Session) -> bool | None:
     return True
 
 
+SLOW = 300
+"""Seconds for a slow test that says nothing itself (at a load of ten on two cores one took 106 and one 98 s): two
+processes share them, and a test whose time is over ends its process, all tests that were still to come included."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if item.get_closest_marker("slow") and not item.get_closest_marker("timeout"):
+            item.add_marker(pytest.mark.timeout(SLOW))
+
+
 BEGAN = pytest.StashKey[float]()
 TOLD = 2
 """Failed tests of which all is told; those after them often fail for what these left behind."""

@@ -13,6 +13,14 @@ LONGEST = 2000
 """Characters of a line that are kept."""
 
 
+def inode(path: Path) -> int:
+    """What tells a file from another one of its name; 0 while there is none."""
+    try:
+        return path.stat().st_ino
+    except FileNotFoundError:
+        return 0
+
+
 class LogTail:
     """Follows the log of one rank, through its rotation; `most` bytes of it at once, and in a line."""
 

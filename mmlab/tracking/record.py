@@ -17,20 +17,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mmlab.errors import CheckpointError, MmlabError
+from mmlab.messages import ENDED, Event, read_events
 from mmlab.messages.beacon import LEFT_UNSAID, BeaconState, all_left, read_beacons
 from mmlab.messages.checkpoints import Found, chain, location_of, newest_first
 from mmlab.messages.control import read_command
-from mmlab.messages.events import (
-    ENDED,
-    Event,
-    last_of,
-    last_steps,
-    lines_back,
-    live_values,
-    parse_event,
-    planned_steps,
-    read_events,
-)
+from mmlab.messages.events import last_of, last_steps, lines_back, live_values, parse_event, planned_steps
 from mmlab.messages.failures import Failure, read_failures
 from mmlab.messages.files import RunPaths, process_alive, read_json
 from mmlab.messages.locations import Location
@@ -210,7 +201,10 @@ class RunRecord:
             "lineage": lineages[0]["id"] if lineages else "",
             **self.present(last["state"], last.get("reason", "")),
         }
-        return found if found["generation"] == info.get("generation", 0) else self.status()
+        ended = found["state"] == "failed" and self.last_state() in ("finished", "stopped")
+        if ended or found["generation"] != info.get("generation", 0):  # meanwhile: it did, or the next one began
+            return self.status()
+        return found
 
     def present(self, state: str, reason: str = "") -> dict[str, Any]:
         """What beacons, failure records and processes say beside the last state event: {"state", "reason",
@@ -376,7 +370,10 @@ class RunRecord:
         """What a rank printed (rotated files included), the last `lines` lines only if given."""
         path = self.paths.log(rank)
         parts = [path.with_name(f"{path.name}.{number}") for number in (2, 1)] + [path]
-        text = "".join(part.read_text(errors="replace") for part in parts if part.is_file())
+        text = ""
+        for part in parts:
+            with contextlib.suppress(FileNotFoundError):  # no such one, or it is being rotated just now
+                text += part.read_text(errors="replace")
         return text if lines is None else "".join(text.splitlines(keepends=True)[-lines:])
 
     def follow_log(self, rank: int, poll: float = 0.2) -> Iterator[str]:
@@ -395,5 +392,8 @@ class RunRecord:
 def list_runs(root: str | Path | None = None) -> list[RunRecord]:
     """The runs under a folder (default MMLAB_RUNS, else ./runs), newest first."""
     folder = Path(root) if root is not None else runs_root()
-    records = [RunRecord(path.parent) for path in folder.glob("*/run.json")]
+    records = []
+    for path in folder.glob("*/run.json"):
+        with contextlib.suppress(MmlabError):  # it was deleted just now
+            records.append(RunRecord(path.parent))
     return sorted(records, key=lambda record: record.info.get("created", 0.0), reverse=True)

@@ -46,7 +46,9 @@ class Sent:
         end = time.monotonic() + timeout
         while (ack := wait_ack(self.control, self.id, min(LOOK, end - time.monotonic()))) is None:
             state = record.status()["state"]
-            if state in ENDED and self.ack is None:
+            if state in ENDED and (ack := self.ack or self._logged(record)) is not None:
+                break
+            if state in ENDED:
                 raise MmlabError(f"{self.verb} was not applied: the run has ended ({state})")
             if time.monotonic() > end:
                 raise WaitTimeout(
@@ -55,6 +57,12 @@ class Sent:
         if not ack.ok:
             raise MmlabError(f"{self.verb} was refused: {ack.message}")
         return ack
+
+    def _logged(self, record: RunRecord) -> Ack | None:
+        """What became of it by the run's log: an aborted run says there that it has ended before it answers, and on a
+        full disk there is no other answer. None where it says nothing."""
+        events = (event for event in record.rare_events() if event["kind"] == "command" and event.get("id") == self.id)
+        return next((Ack(self.id, e["ok"], e["step"], e.get("ranks", []), e.get("message", "")) for e in events), None)
 
     def __repr__(self) -> str:
         ack = self.ack

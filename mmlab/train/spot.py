@@ -36,6 +36,9 @@ ADDRESS = "http://169.254.169.254"
 """All three clouds' metadata servers, which only their own machines reach."""
 PROBE = 0.3
 """Seconds that a metadata server, a hop away, may take to answer before there is none."""
+PROBES = 5
+"""Times that a run asks, each with twice the patience (4.8 s in the end): while its ranks start, a busy host may miss
+an answer within PROBE, and would then hear of no notice for as long as the run lasts."""
 ANSWER = 5.0
 """Seconds that a known one may take."""
 EVERY = 5.0
@@ -79,9 +82,9 @@ class Aws:
                 raise
         return None
 
-    def answers(self) -> bool:
+    def answers(self, seconds: float) -> bool:
         """Whether this is its metadata server."""
-        return self._read("instance-life-cycle", PROBE) is not None
+        return self._read("instance-life-cycle", seconds) is not None
 
     def expendable(self) -> bool:
         """Whether this is a spot instance."""
@@ -112,9 +115,9 @@ class Gcp:
         self._etag = ""
         self._last = {"preempted": "FALSE", "maintenance-event": "NONE"}
 
-    def answers(self) -> bool:
+    def answers(self, seconds: float) -> bool:
         """Whether this is its metadata server."""
-        return _get(f"{self._root}/id", self._headers, PROBE)[1].get("Metadata-Flavor") == "Google"
+        return _get(f"{self._root}/id", self._headers, seconds)[1].get("Metadata-Flavor") == "Google"
 
     def expendable(self) -> bool:
         """Whether this is a preemptible or spot machine."""
@@ -151,9 +154,9 @@ class Azure:
         url = f"{self._root}/instance/compute/{what}?api-version=2021-02-01&format=text"
         return _get(url, self._headers, timeout)[0]
 
-    def answers(self) -> bool:
+    def answers(self, seconds: float) -> bool:
         """Whether this is its metadata server."""
-        self._machine = self._about("name", PROBE)
+        self._machine = self._about("name", seconds)
         return bool(self._machine)
 
     def expendable(self) -> bool:
@@ -192,14 +195,15 @@ def _http_date(text: str) -> float:
     return 0.0
 
 
-def find_cloud(wanted: str) -> Cloud | None:
-    """The cloud of that name, or with "auto" the one whose metadata server answers; None where none does."""
+def find_cloud(wanted: str, seconds: float = PROBE) -> Cloud | None:
+    """The cloud of that name, or with "auto" the one whose metadata server answers within some seconds; None where none
+    does."""
     address = os.environ.get(METADATA, ADDRESS).rstrip("/")
     for cloud in (one(address) for one in CLOUDS):
         if wanted == cloud.name:
             return cloud
         with contextlib.suppress(OSError, ValueError):
-            if wanted == "auto" and cloud.answers():
+            if wanted == "auto" and cloud.answers(seconds):
                 return cloud
     return None
 
@@ -225,13 +229,20 @@ class SpotWatch:
         self._thread.start()
 
     def _run(self) -> None:
-        cloud = find_cloud(self._wanted)
+        cloud = self._find()
         while cloud is not None and not self._end.is_set():
             began = time.monotonic()
             with contextlib.suppress(OSError, ValueError, KeyError):  # it may answer again
                 for notice in cloud.look():
                     write_notice(self._paths, notice)
             self._end.wait(max(0.1, EVERY - (time.monotonic() - began)))
+
+    def _find(self) -> Cloud | None:
+        for turn in range(PROBES):
+            cloud = find_cloud(self._wanted, PROBE * 2**turn)
+            if cloud is not None or self._end.is_set():
+                return cloud
+        return None
 
     def close(self) -> None:
         """End the thread; a request under way is not waited for."""

@@ -204,6 +204,7 @@ def _run(plan: Plan, paths: RunPaths, mesh: Mesh, watch: Watch, listener: Listen
         )  # fmt: skip
         state = train(session)
         session.channel.gather(True)  # nobody says finished before everybody is
+        listener.uninterruptible()  # an abort that comes now is too late: what follows is not cut short
         if state == "moved":  # commands that still wait are the next generation's, and it has the last word
             return state
         session.refuse_rest()

@@ -175,9 +175,9 @@ def test_decode_processes_end_when_their_parent_is_killed(tmp_path):
     children = psutil.Process(process.pid).children(recursive=True)
     assert children
     os.kill(process.pid, signal.SIGKILL)
-    process.wait(timeout=10)
+    process.wait(timeout=60)
     process.stdout.close()
-    _, alive = psutil.wait_procs(children, timeout=10)
+    _, alive = psutil.wait_procs(children, timeout=60)
     assert not alive
 
 

@@ -89,7 +89,7 @@ def test_an_ended_run_and_a_run_without_checkpoints_are_left_alone(run):
 
 def test_one_byte_of_the_newest_checkpoint_is_another(run):
     old, new = save(run, "old", 2, 1.0), save(run, "new", 4, 2.0)
-    ack = run.chaos(corrupt="last").wait(1)
+    ack = run.chaos(corrupt="last").wait()
     assert ack.message == "flipped byte 50 of large in checkpoint new"
     changed = (new / "large").read_bytes()
     assert [place for place in range(100) if changed[place] != place] == [50]
@@ -104,12 +104,13 @@ def test_a_process_of_this_host_is_killed_at_once_and_the_log_says_so(run):
     arguments = [sys.executable, "-c", RANK, str(run.dir / "ranks" / "rank-1.beacon")]
     with subprocess.Popen(arguments, stdout=subprocess.PIPE) as process:
         process.stdout.readline()
-        assert run.chaos(notice=1, seconds=5).wait(1).message.startswith("notice to rank 1 (stage 0, pid ")
+        began = time.time()
+        assert run.chaos(notice=1, seconds=5).wait().message.startswith("notice to rank 1 (stage 0, pid ")
         ((_, notice),) = take_notices(run._record.paths)
         assert (notice.pid, notice.source) == (process.pid, "chaos")
-        assert 4 < notice.deadline - time.time() <= 5
-        ack = run.chaos(kill=1).wait(1)
-        assert process.wait(10) == -9
+        assert began <= notice.deadline - 5 <= time.time()
+        ack = run.chaos(kill=1).wait()
+        assert process.wait(60) == -9
     assert ack.message.startswith("SIGKILL to rank 1 (stage 0, pid ")
     assert ack.message.endswith("in backward of step 7")
     assert [event["args"]["action"] for event in run.events() if event["kind"] == "command"] == ["notice", "kill"]

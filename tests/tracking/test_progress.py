@@ -10,7 +10,7 @@ from rich.console import Console
 from mmlab.errors import MmlabError, RunFailed
 from mmlab.messages import Ack, EventLog, Failure, Inbox, claim_report, new_command, send, write_failure
 from mmlab.messages.runs import create_run
-from mmlab.tracking import RunRecord
+from mmlab.tracking import RunRecord, waiting
 from mmlab.tracking.progress import Silent, Terminal, progress_bar
 from mmlab.tracking.sent import Sent, WaitTimeout
 from mmlab.tracking.waiting import settle, wait_for, words
@@ -74,7 +74,8 @@ def test_a_command_shows_what_became_of_it(paths, ok, shown):
 
 
 @pytest.mark.parametrize("claimed", [False, True])
-def test_a_failure_is_in_the_log_before_the_next_generation(paths, claimed):
+def test_a_failure_is_in_the_log_before_the_next_generation(paths, claimed, monkeypatch):
+    monkeypatch.setattr(waiting, "REPORT", 60.0)
     log = EventLog(paths.events, "a")
     log.emit("state", state="running", step=4, reason="")
     write_failure(paths.failures, 0, Failure(1, "stage 0", "forward", 4, "lost", "gone"))

@@ -141,13 +141,17 @@ def test_a_failure_record_makes_the_run_failed_before_the_event_comes(paths, log
     assert RunRecord(paths.root).status()["reason"] == "rank 0 (vision 0) failed in encode of step 5: out of memory"
 
 
-def test_a_run_whose_lab_ended_has_failed(tmp_path):
+def test_a_run_whose_lab_ended_has_failed(tmp_path, monkeypatch):
     import socket
 
     keeper = {"pid": 2**22 - 1, "started": 1.0, "host": socket.gethostname()}
     paths = create_run(tmp_path, "x", "", 1, 1, keeper=keeper)
     status = RunRecord(paths.root).status()
     assert (status["state"], status["reason"]) == ("failed", "the lab that was running it has ended")
+    log, record = EventLog(paths.events), RunRecord(paths.root)
+    monkeypatch.setattr(record, "_lab_ended", lambda info: bool(log.emit("state", state="finished", step=1, reason="")))
+    assert record.status()["state"] == "finished"  # both ended between the look at the log and that at the lab
+    log.close()
 
 
 def test_metrics_follow_the_lineage(paths, log):
@@ -214,7 +218,8 @@ def test_a_rank_that_only_lost_a_peer_is_not_blamed_at_once(paths, log):
     import time
 
     log.emit("state", state="running", step=0, reason="")
-    write_failure(paths.failures, 0, Failure(1, "stage 0", "reduce", 5, "peer", "connection closed"))
+    soon = time.time() + 60  # as if it came just now, however long this test may be held up
+    write_failure(paths.failures, 0, Failure(1, "stage 0", "reduce", 5, "peer", "connection closed", time=soon))
     record = RunRecord(paths.root)
     assert record.status()["state"] == "running"
     write_failure(paths.failures, 0, Failure(1, "stage 0", "reduce", 5, "peer", "closed", time=time.time() - 5))
@@ -244,6 +249,7 @@ def test_a_run_whose_ranks_left_without_a_word_has_failed(paths, log, monkeypatc
     for rank in range(2):
         Beacon(paths.ranks / f"rank-{rank}.beacon", rank, "stage 0", "here", 0).close()
     record = RunRecord(paths.root)
+    monkeypatch.setattr(beacon, "LEFT", 600.0)
     assert record.status()["state"] == "running"  # the last event may be on its way
     monkeypatch.setattr(beacon, "LEFT", -1.0)
     assert record.status()["state"] == "failed"
@@ -316,6 +322,9 @@ def test_an_answer_is_not_waited_for_when_the_run_has_ended(paths, log):
     log.emit("state", state="failed", step=1, reason="")
     with pytest.raises(MmlabError, match="the run has ended"):
         Sent("pause", command.id, paths.control).wait(60.0)
+    log.emit("command", step=1, verb="pause", id=command.id, args={}, ok=True, ranks=[0, 1], message="paused")
+    ack = Sent("pause", command.id, paths.control).wait(60.0)  # by the log, before the answer or without one
+    assert (ack.ok, ack.step, ack.ranks, ack.message) == (True, 1, [0, 1], "paused")
 
 
 def test_garbage_in_the_inbox_and_damaged_manifests_are_passed_over(paths, log):

@@ -2,10 +2,12 @@
 
 import io
 import random
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import webdataset as wds
+from live import end_left
 from PIL import Image, ImageOps
 
 WORDS = ["red", "green", "blue", "square", "circle", "big", "small", "left", "right", "top", "bottom"]
@@ -38,6 +40,13 @@ def write_set(
                         sample[name] = b"not a picture" if number < broken else buffer.getvalue()
                 tar.write(sample)
     return folder
+
+
+@pytest.fixture(autouse=True)
+def _ends_what_it_began() -> Iterator[None]:
+    """A test that fails while its run goes on costs no other one."""
+    yield
+    end_left()
 
 
 @pytest.fixture(scope="session")

@@ -1,11 +1,15 @@
 """A run on warm ranks that a test watches and steers through its folder."""
 
+import os
+import signal
 import threading
 import time
+from contextlib import suppress
 
 import train_functions
 
 from mmlab.messages import RunPaths, new_command, read_events, send, wait_ack
+from mmlab.messages.stacks import ask, wait_answers
 from mmlab.plan import Plan
 
 
@@ -22,17 +26,24 @@ def make_plan(data, *changes, preset="laptop"):
 
 
 class LiveRun:
-    """Runs a plan in the pool in a thread; everything else goes through the run's folder."""
+    """Runs a plan in the pool in a thread; everything else goes through the run's folder.
 
-    def __init__(self, pool, plan, folder, **job):
+    `paused`: it waits before its first step, which a short run would have done before a command reached it. A fault of
+    kind "wait" lasts until `release`.
+    """
+
+    def __init__(self, pool, plan, folder, paused=False, **job):
         pool.grow(plan.world_size)
         self.paths = RunPaths(folder)
         self.paths.create()
         if not self.paths.plan.exists():
             plan.save(self.paths.plan)
-        self.world_size = plan.world_size
+        self.world_size, self.pool = plan.world_size, pool
+        if paused:
+            self.command("pause")
         self.states, self.error = None, None
         self._thread = threading.Thread(target=self._run, args=(pool, job), daemon=True)
+        self._thread.live = self
         self._thread.start()
 
     def _run(self, pool, job):
@@ -65,9 +76,17 @@ class LiveRun:
         return command
 
     def do(self, verb, **args):
-        ack = wait_ack(self.paths.control, self.command(verb, **args).id, 30)
-        assert ack is not None, f"no ack for {verb}: {self.error}"
+        return self.answer(self.command(verb, **args))
+
+    def answer(self, command):
+        ack = wait_ack(self.paths.control, command.id, 60)
+        assert ack is not None, f"no ack for {command.verb}: {self.error}"
         return ack
+
+    def heard(self):
+        """Return once rank 0 knows of what was sent: its control thread answers a question, then looks for commands."""
+        for _ in range(2):
+            assert wait_answers(self.paths.ranks, [0], ask(self.paths.ranks), 60)
 
     def join(self):
         self._thread.join(100)
@@ -76,5 +95,19 @@ class LiveRun:
             raise self.error
         return self.states
 
+    def release(self):
+        """End the fault that waits for it."""
+        (self.paths.root / train_functions.RELEASED).touch()
+
     def losses(self):
         return {e["step"]: e["loss"] for e in self.events("step")}
+
+
+def end_left():
+    """End the runs that a test has left under way: the next one shares their ranks."""
+    for live in [thread.live for thread in threading.enumerate() if hasattr(thread, "live")]:
+        while live._thread.is_alive():
+            with suppress(KeyError, ProcessLookupError):  # the pool ends them as well
+                for pid in live.pool.pids[: live.world_size]:
+                    os.kill(pid, signal.SIGKILL)
+            live._thread.join(1.0)

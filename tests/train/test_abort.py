@@ -9,7 +9,7 @@ import pytest
 from live import LiveRun, make_plan
 
 from mmlab.cluster.verify import verify
-from mmlab.messages import read_beacons, wait_ack, write_json
+from mmlab.messages import RunPaths, read_beacons, read_events, write_json
 from mmlab.plan import Plan
 from mmlab.tracking.doctor import diagnose
 from mmlab.tracking.record import RunRecord
@@ -29,7 +29,7 @@ def stuck_run(pool, plan, folder, fault):
 
 def seen(record, condition):
     """The first diagnosis that satisfies a condition: ranks need a moment until all wait."""
-    end = time.monotonic() + 30
+    end = time.monotonic() + 60
     while not condition(found := diagnose(record)):
         assert time.monotonic() < end, found.text
         time.sleep(0.1)
@@ -37,18 +37,14 @@ def seen(record, condition):
 
 
 def abort(run):
-    """Abort: the ranks' last states, seconds until the log says so, and seconds until each rank has left."""
-    command = run.command("abort", generation=1)
-    ack = wait_ack(run.paths.control, command.id, 20)
-    assert ack is not None
+    """Abort: the ranks' last states. Nothing else would free them: a group waits for six hours."""
+    ack = run.do("abort", generation=1)
     assert ack.ok, ack.message
     states = run.join()
     ended = [e for e in run.events("state") if e["state"] == "stopped"]
     assert len(ended) == 1
     assert ended[0]["reason"].startswith("aborted (test); rank ")
-    left = {b.rank: b.updated - command.time for b in read_beacons(run.paths.ranks)}
-    print(f"aborted: logged after {ended[0]['t'] - command.time:.2f} s, ranks left after", left)
-    return states, ended[0]["t"] - command.time, left
+    return states
 
 
 @pytest.mark.parametrize("collectives", ["shm", "gloo"])
@@ -66,10 +62,7 @@ def test_the_doctor_names_the_rank_that_hangs_and_an_abort_frees_all(pool, shard
     for text in ("rank 2 (stage 1 tp 0)", "backward of step 3", "train_functions.py", "run.abort()"):
         assert text in found.text
         assert text in found._repr_html_()
-    states, logged, left = abort(run)
-    assert states == ["stopped"] * 3
-    assert logged < 5
-    assert max(left.values()) < 10
+    assert abort(run) == ["stopped"] * 3
     assert not list((run.paths.failures / "generation-1").glob("rank-*.json"))
     assert RunRecord(tmp_path / "run").status()["state"] == "stopped"
     again = LiveRun(pool, make_plan(shards, "train.steps=2"), tmp_path / "again")  # the same processes
@@ -85,16 +78,14 @@ def test_a_collective_that_one_rank_has_not_joined_is_named(pool, shards, tmp_pa
     assert (wait.group, wait.members, wait.missing) == ("control", (0, 1, 2), (0,))
     assert wait.number > 3
     assert f"rank 0 (vision 0) has not joined {wait.call}, where ranks 1, 2 wait" in found.text
-    states, _, _ = abort(run)
-    assert states == ["stopped"] * 3
+    assert abort(run) == ["stopped"] * 3
 
 
 @pytest.mark.slow
 def test_a_stopped_process_and_one_whose_interpreter_is_blocked_are_shown(pool, shards, tmp_path):
     plan = make_plan(shards, "train.steps=100000")
     run, record = stuck_run(pool, plan, tmp_path / "run", ("hold", 2, 3, "forward"))
-    found = seen(record, lambda d: len(d.ranks) == 3 and d.ranks[2].frames)
-    assert found.ranks[2].where.endswith(" in fault")  # written by the signal handler
+    seen(record, lambda d: len(d.ranks) == 3 and d.ranks[2].where.endswith(" in fault"))  # by the signal handler
     run.wait_step(3)
     os.kill(pool.pids[1], signal.SIGSTOP)
     try:
@@ -102,8 +93,7 @@ def test_a_stopped_process_and_one_whose_interpreter_is_blocked_are_shown(pool, 
         assert "its process is stopped (SIGSTOP)" in found.text
     finally:
         os.kill(pool.pids[1], signal.SIGCONT)
-    states, _, _ = abort(run)
-    assert states == ["stopped"] * 3
+    assert abort(run) == ["stopped"] * 3
 
 
 def test_an_abort_during_a_pause_and_one_of_an_earlier_generation(pool, shards, tmp_path):
@@ -112,8 +102,18 @@ def test_an_abort_during_a_pause_and_one_of_an_earlier_generation(pool, shards, 
     late = run.do("abort", generation=0)
     assert not late.ok
     assert "earlier generation" in late.message
-    states, _, _ = abort(run)
-    assert states == ["stopped"] * 3
+    assert abort(run) == ["stopped"] * 3
+
+
+@pytest.mark.slow
+def test_an_abort_that_comes_too_late_changes_no_end(pool, shards, tmp_path):
+    plan = make_plan(shards, "train.steps=1")
+    paths = RunPaths(tmp_path)
+    paths.create()
+    plan.save(paths.plan)
+    pool.grow(3)
+    assert pool.run("train_functions:aborted_at_the_end", str(tmp_path), ranks=3) == ["finished"] * 3
+    assert [e["state"] for e in read_events(paths.events)[0] if e["kind"] == "state"][-1] == "finished"
 
 
 @pytest.mark.slow
@@ -124,8 +124,7 @@ def test_after_an_abort_inside_backward_under_zero3_the_same_processes_are_exact
     run, record = stuck_run(pool, plan.with_("train.steps=1000"), tmp_path / "run", ("hang", last, 2, "backward"))
     seen(record, lambda d: d.missing == [last] and d.waits)
     pids = pool.pids
-    states, _, _ = abort(run)
-    assert set(states) == {"stopped"}
+    assert set(abort(run)) == {"stopped"}
     result = verify(plan, pool=pool)
     assert pool.pids == pids
     assert result["ok"], result

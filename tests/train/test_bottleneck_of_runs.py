@@ -9,6 +9,7 @@ from mmlab.tracking import RunRecord
 
 
 @pytest.mark.slow
+@pytest.mark.alone
 @pytest.mark.parametrize(
     ("rank", "phase", "cause"),
     [

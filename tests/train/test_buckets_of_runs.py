@@ -20,8 +20,7 @@ def test_tiles_in_buckets_resume_inside_a_window_and_are_told_of(pool, shaped_sh
     plan = make_plan(shaped_shards, changes, "train.steps=6")
     assert not plan.check()
     paths = create_run(tmp_path, plan.name, plan.dumps(), plan.world_size, plan.train.steps)
-    run, record = LiveRun(pool, plan, paths.root), RunRecord(paths.root)
-    run.do("pause")
+    run, record = LiveRun(pool, plan, paths.root, paused=True), RunRecord(paths.root)
     run.do("step", n=2)
     run.wait_step(2)
     run.do("checkpoint", name="two")  # 24 samples: two steps into the window

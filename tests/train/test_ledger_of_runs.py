@@ -13,16 +13,15 @@ from mmlab.messages.runs import create_run
 from mmlab.tracking import RunRecord
 
 
-def finished(pool, plan, root):
+def begun(pool, plan, root, paused=False):
     paths = create_run(root, plan.name, plan.dumps(), plan.world_size, plan.train.steps)
-    run = LiveRun(pool, plan, paths.root)
+    run = LiveRun(pool, plan, paths.root, paused)
     return run, RunRecord(paths.root)
 
 
 def test_a_restore_takes_steps_back_and_no_sample_is_lost(pool, shards, tmp_path, capfd):
     plan = make_plan(shards, "train.steps=9", "data.global_batch=12")  # 80 samples: the epoch ends in step 7
-    run, record = finished(pool, plan, tmp_path)
-    run.do("pause")
+    run, record = begun(pool, plan, tmp_path, paused=True)
     run.do("step", n=3)
     run.wait_step(3)
     run.do("checkpoint", name="three")
@@ -61,8 +60,7 @@ def test_a_mixture_resumes_inside_a_window(pool, shards, text_shards, tmp_path):
     sources = {"data.sources": [str(shards), str(text_shards)], "data.weights": [3, 1], "data.shuffle_window": 20}
     ahead = ("data.prefetch=4", "data.workers=1")  # what was decoded ahead is dropped
     plan = make_plan(shards, sources, "train.steps=5", "data.global_batch=12", *ahead)  # three windows
-    run, record = finished(pool, plan, tmp_path)
-    run.do("pause")
+    run, record = begun(pool, plan, tmp_path, paused=True)
     run.do("step", n=2)
     run.wait_step(2)
     run.do("checkpoint", name="two")  # 24 samples: four into the second window
@@ -89,7 +87,7 @@ def test_order_depends_neither_on_replicas_nor_on_workers(pool, shards, tmp_path
     decoding = (f"data.workers={workers}", f"data.prefetch={prefetch}")
     layout = (f"parallel.dp={dp}", "parallel.pp=1", "train.steps=4", "data.global_batch=24")
     plan = make_plan(shards, *layout, *decoding)
-    run, record = finished(pool, plan, tmp_path)
+    run, record = begun(pool, plan, tmp_path)
     run.join()
     ledger = record.ledger()
     assert ledger.ok, ledger.problems

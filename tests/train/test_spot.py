@@ -20,20 +20,30 @@ EVENTS = "/metadata/scheduledevents"
 
 
 class Server(ThreadingHTTPServer):
-    """Answers one cloud's requests as that cloud does; `items` is what it says, by path."""
+    """Answers one cloud's requests as that cloud does; `items` is what it says, by path; `hold` seconds for which a
+    request for a change is held without one; `late` first requests that it answers when one more has come."""
 
     daemon_threads = True
+    hold = 0.1
+    late = 0
 
     def __init__(self, cloud, items):
         super().__init__(("127.0.0.1", 0), Handler)
         self.cloud, self.items, self.tokens, self.asked = cloud, items, set(), []
-        self.changed = threading.Condition()
+        self.changed, self.held = threading.Condition(), threading.Event()
         threading.Thread(target=self.serve_forever, args=(0.02,), daemon=True).start()
 
     def say(self, path, value):
         with self.changed:
             self.items[path] = value
             self.changed.notify_all()
+
+    def come(self, path):
+        with self.changed:
+            self.asked.append(path)
+            self.changed.notify_all()
+            if len(self.asked) <= self.late:
+                self.changed.wait_for(lambda: len(self.asked) > self.late, 30)
 
     @property
     def address(self):
@@ -53,6 +63,7 @@ class Handler(BaseHTTPRequestHandler):
         self.wfile.write(text.encode())
 
     def do_PUT(self):
+        self.server.come(self.path)
         allowed = self.server.cloud == "aws" and self.path == "/latest/api/token"
         if not allowed or "X-aws-ec2-metadata-token-ttl-seconds" not in self.headers:
             return self.answer(400)
@@ -63,7 +74,7 @@ class Handler(BaseHTTPRequestHandler):
     def do_GET(self):
         url = urlsplit(self.path)
         query = {key: values[0] for key, values in parse_qs(url.query).items()}
-        self.server.asked.append(url.path)
+        self.server.come(url.path)
         return getattr(self, self.server.cloud)(url.path, query)
 
     def aws(self, path, query):
@@ -77,7 +88,8 @@ class Handler(BaseHTTPRequestHandler):
         items, etag = self.server.items, lambda: str(abs(hash(self.server.items.get(path))))
         if query.get("wait_for_change") == "true" and query.get("last_etag") == etag():
             with self.server.changed:
-                self.server.changed.wait(min(float(query["timeout_sec"]), 0.3))
+                self.server.held.set()
+                self.server.changed.wait(min(float(query["timeout_sec"]), self.server.hold))
         if path not in items:
             return self.answer(404)
         return self.answer(200, items[path], ETag=etag(), Metadata_Flavor="Google")
@@ -109,6 +121,7 @@ def serve(monkeypatch):
         servers.append(Server(cloud, dict(NORMAL[cloud])))
         monkeypatch.setenv(spot.METADATA, servers[-1].address)
         monkeypatch.delenv(spot.EXPENDABLE, raising=False)
+        monkeypatch.setattr(spot, "PROBE", 10.0)
         return servers[-1]
 
     yield make
@@ -160,10 +173,12 @@ def test_gcp_preemption_wakes_the_request_that_waits(serve):
     server = serve("gcp")
     now = look(server)
     assert now() == []
-    threading.Timer(0.05, server.say, (PREEMPTED, "TRUE")).start()
+    server.hold, began = 60.0, time.time()
+    threading.Thread(target=lambda: server.held.wait(30) and server.say(PREEMPTED, "TRUE")).start()
     (notice,) = now()
     assert (notice.kind, notice.source) == ("leave", "gcp")
-    assert 25 < notice.deadline - time.time() <= 30
+    assert began <= notice.deadline - 30 <= time.time()
+    server.hold = 0.1
     assert now() == []
     server.say(MAINTENANCE, "MIGRATE_ON_HOST_MAINTENANCE")
     assert [notice.kind for notice in now()] == ["advice"]
@@ -190,11 +205,14 @@ def test_azure_events_of_this_machine_alone(serve):
 def test_a_thread_writes_them_down_and_outlives_nonsense(serve, tmp_path, monkeypatch):
     monkeypatch.setattr(spot, "EVERY", 0.05)
     server = serve("aws")
+    monkeypatch.setattr(spot, "PROBE", 0.05)
+    monkeypatch.setattr(spot, "PROBES", 12)
+    server.late = 2  # whom it does not answer soon enough asks again
     paths = RunPaths(tmp_path)
     watch = spot.SpotWatch(paths, "auto")
     try:
         server.say(ACTION, "no json")
-        end = time.monotonic() + 10
+        end = time.monotonic() + 30
         while server.asked.count(ACTION) < 3:
             assert time.monotonic() < end
             time.sleep(0.02)

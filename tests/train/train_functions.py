@@ -7,18 +7,22 @@ import os
 import signal
 import threading
 import time
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
 from mmlab.data.pipeline import DataSource
+from mmlab.messages import RunPaths, new_command, send
 from mmlab.parallel import mesh as mesh_module
 from mmlab.parallel.mesh import build_mesh, close_mesh
 from mmlab.parallel.watch import Watch
 from mmlab.plan import Plan
 from mmlab.plan.schema import MODULES
+from mmlab.train import session as session_module
 from mmlab.train.build import build
+from mmlab.train.control import UNWIND
 from mmlab.train.feed import Feed
 from mmlab.train.job import Job
 from mmlab.train.step import HybridStep, Ride
@@ -46,7 +50,11 @@ def fail_inside_backward():
     F.linear = linear
 
 
-def fail_at(kind, rank, step, phase):
+RELEASED = "released"
+"""A file in a run's folder: the fault that waits for it is over."""
+
+
+def fail_at(kind, rank, step, phase, folder=None):
     """A scripted fault: the given rank does something bad when it enters a phase of a step."""
 
     done = []
@@ -63,8 +71,8 @@ def fail_at(kind, rank, step, phase):
             fail_inside_backward()
         if kind == "kill":
             os.kill(os.getpid(), signal.SIGKILL)
-        if kind == "slow":
-            time.sleep(1.0)
+        while kind == "wait" and not (Path(folder) / RELEASED).exists():
+            time.sleep(0.02)
         if kind == "hang":
             while True:
                 time.sleep(0.05)
@@ -85,7 +93,7 @@ def drag(rank, step, phase):
 
 def run(rank, world, host, port, run_dir, generation=1, restore=None, fault=None):
     job = Job(run_dir, rank, world, host, port, generation, restore)
-    return run_worker(job, (drag(*fault[1:]) if fault[0] == "drag" else fail_at(*fault)) if fault else None)
+    return run_worker(job, (drag(*fault[1:]) if fault[0] == "drag" else fail_at(*fault, run_dir)) if fault else None)
 
 
 def step_results(rank, world, host, port, plan_text, steps):
@@ -153,6 +161,26 @@ def persisted(rank, world, host, port, plan_text):
         return kept, cut
     finally:
         close_mesh(mesh)
+
+
+def aborted_at_the_end(rank, world, host, port, run_dir):
+    """A run that tidies up for long enough that an abort, sent when it has finished, would interrupt that."""
+    real, paths = session_module.Session.close, RunPaths(Path(run_dir))
+
+    def close(session):
+        send(paths.control, new_command("abort"))
+        end = time.monotonic() + 60
+        while session.listener.aborted is None and time.monotonic() < end:
+            time.sleep(0.02)
+        for _ in range(100):  # in Python code, where it would be raised
+            time.sleep(UNWIND / 50)
+        real(session)
+
+    session_module.Session.close = close
+    try:
+        return run_worker(Job(run_dir, rank, world, host, port))
+    finally:
+        session_module.Session.close = real
 
 
 def broken_mesh(rank, world, host, port, run_dir):
