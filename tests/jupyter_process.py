@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import http.client
 import os
+import random
 import socket
 import subprocess
 import sys
@@ -12,13 +15,33 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+PORTS = range(20_000, 32_000)
+"""Ports that the kernel gives to nobody who asks for any (those begin at 32,768): of these one that was free was taken
+by an engine or a kernel while the server, which takes seconds to start, was not there yet."""
+
 
 def free_port(wanted: int = 0) -> int:
     """A port of this host that nobody listens on, and which that is (0: any)."""
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        probe.bind(("127.0.0.1", wanted))
-        return int(probe.getsockname()[1])
+    for port in [wanted] if wanted else random.SystemRandom().sample(PORTS, 100):
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(("127.0.0.1", port))
+            return port
+    raise OSError(f"port {wanted or PORTS} is taken")
+
+
+def answers(port: int) -> bool:
+    """Whether a web server answers there, with whatever. One that only listens may stop again: Jupyter's server tries a
+    port, closes it, and listens later."""
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=10)
+    try:
+        connection.request("GET", "/")
+        connection.getresponse()
+        return True
+    except (OSError, http.client.HTTPException):
+        return False
+    finally:
+        connection.close()
 
 
 @contextmanager
@@ -27,11 +50,8 @@ def answering(command: Sequence[str | Path], port: int, log: Path, **options: An
     with open(log, "w") as file:
         process = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, **options)
     try:
-        end = time.monotonic() + 60
-        while True:
-            with socket.socket() as probe:
-                if probe.connect_ex(("127.0.0.1", port)) == 0:
-                    break
+        end = time.monotonic() + 90
+        while not answers(port):
             assert process.poll() is None, log.read_text()
             assert time.monotonic() < end, log.read_text()
             time.sleep(0.05)
@@ -60,7 +80,7 @@ def serving(
     port = free_port(port)
     folders = {f"JUPYTER_{kind}_DIR": str(private / kind.lower()) for kind in ("CONFIG", "DATA", "RUNTIME")}
     command = [
-        sys.executable, "-m", module, "--no-browser", f"--port={port}", "--allow-root",
+        sys.executable, "-m", module, "--no-browser", f"--port={port}", "--port-retries=0", "--allow-root",
         f"--IdentityProvider.token={token}", f"--ServerApp.root_dir={root}", *options,
     ]  # fmt: skip
     with answering(command, port, private / "server.log", env=os.environ | folders | environment):

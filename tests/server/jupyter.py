@@ -37,7 +37,7 @@ class Server:
         self, method: str, path: str, body: Any = None, token: str | None = TOKEN, headers: dict[str, str] | None = None
     ) -> tuple[int, str, list[tuple[str, str]]]:
         """(status, text, headers)."""
-        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=120)
         sent = dict(headers or {}) | ({"Authorization": f"token {token}"} if token else {})
         data = body if isinstance(body, bytes) or body is None else json.dumps(body).encode()
         try:

@@ -17,7 +17,7 @@ from ui.synthetic import SyntheticRun
 
 from mmlab.messages import Inbox
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
 
 @pytest.fixture(scope="module")
@@ -48,7 +48,7 @@ def key_of(server: Server, run: SyntheticRun) -> str:
 
 def listed(server: Server, key: str, state: str) -> Any:
     """A run in the overview, which is good for half a second, once it is in that state."""
-    end = time.monotonic() + 10
+    end = time.monotonic() + 30
     while True:
         status, overview = server.ask("GET", "mmlab/overview")
         assert (status, overview["allow_control"]) == (200, True)

@@ -20,8 +20,9 @@ from server.jupyter import Server, jupyter_server
 
 from mmlab import Plan
 from mmlab.lab import Lab
+from mmlab.messages.files import process_alive
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.slow, pytest.mark.alone, pytest.mark.timeout(240)]
 LIMIT = 0.2
 """Seconds in which the server's other routes answer, on a machine that has time for them."""
 FREEZE = 5.0
@@ -48,7 +49,7 @@ def lab(place: Path) -> Iterator[Lab]:
     finally:
         lab.close()
         for record in info.get("processes", []):
-            if psutil.pid_exists(record["pid"]):
+            if process_alive(record["pid"], record["started"]):
                 os.kill(record["pid"], signal.SIGKILL)
 
 

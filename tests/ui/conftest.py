@@ -6,8 +6,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from playwright.sync_api import expect
 
 from ui.synthetic import SyntheticRun, playing
+
+expect.set_options(timeout=60_000)
+"""Milliseconds, as in `wait_for`: on a loaded machine the five seconds that are usual pass in a stall."""
 
 
 @pytest.fixture

@@ -14,8 +14,9 @@ from pathlib import Path
 from typing import Any
 
 import nbformat
+import psutil
 from jupyter_process import serving
-from playwright.sync_api import Page
+from playwright.sync_api import Page, expect
 
 ROOT = Path(__file__).resolve().parents[2]
 BUNDLE = ROOT / "extensions" / "labextension"
@@ -83,7 +84,46 @@ def kernel_idle(page: Page) -> None:
     page.get_by_text(re.compile(r"\| Idle")).wait_for(timeout=60_000)
 
 
-def wait_for(condition: Callable[[], object], seconds: float = 20.0, seen: Callable[[], object] | None = None) -> None:
+def kernels() -> set[int]:
+    """Processes of the kernels of this process's servers."""
+    own = {child.pid for child in psutil.Process().children(recursive=True)}
+    found = psutil.process_iter(["cmdline"])  # None where a process has just ended
+    return {one.pid for one in found if one.pid in own and "ipykernel_launcher" in (one.info["cmdline"] or [])}
+
+
+def another_kernel(page: Page, before: set[int]) -> None:
+    """Wait until a kernel that was not there before is idle: of the old one the status bar may have said so still."""
+    wait_for(lambda: kernels() - before)
+    kernel_idle(page)
+
+
+def run_cell(page: Page, code: str) -> None:
+    """Type code into the active cell, in command mode until now, and run it once all of it is there: a notebook makes a
+    cell's editor when it comes into sight, and keys go nowhere until then."""
+    page.keyboard.press("Enter")
+    editor = page.locator(".jp-Notebook .jp-Cell.jp-mod-active .cm-content")
+    expect(editor).to_be_focused()
+    page.keyboard.insert_text(code)
+    expect(editor).to_contain_text(code.splitlines()[-1])
+    page.keyboard.press("Shift+Enter")
+
+
+def save(page: Page, path: Path) -> None:
+    """Save the notebook at hand, and wait until the file is whole: Jupyter writes it in place."""
+    before = path.stat().st_mtime_ns
+
+    def whole() -> bool:
+        try:
+            return path.stat().st_mtime_ns != before and bool(nbformat.read(path, as_version=4))
+        except ValueError:
+            return False
+
+    page.keyboard.press("Escape")
+    page.keyboard.press("Control+s")
+    wait_for(whole)
+
+
+def wait_for(condition: Callable[[], object], seconds: float = 60.0, seen: Callable[[], object] | None = None) -> None:
     """Wait for a condition; fails after that time with what the condition, or `seen`, last gave, and all that `seen`
     gave before."""
     end = time.monotonic() + seconds

@@ -85,7 +85,7 @@ class Stage:
             coded = [base64.b64encode(buffer).decode() for buffer in buffers]
             self.page.evaluate("([message, buffers]) => window.fromKernel(message, buffers)", [content, coded])
 
-    def until(self, condition: Callable[[], Any], seconds: float = 15.0) -> None:
+    def until(self, condition: Callable[[], Any], seconds: float = 60.0) -> None:
         """Let messages pass until the condition holds; fails with the page's errors and text."""
         end = time.monotonic() + seconds
         while True:
@@ -110,6 +110,8 @@ def browser_page(width: int = 1200, height: int = 900) -> Iterator[Page]:
     """A page of the installed Chromium (else of Playwright's own)."""
     path = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
     with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=path, args=["--no-sandbox", "--disable-gpu"])
+        browser = playwright.chromium.launch(
+            executable_path=path, args=["--no-sandbox", "--disable-gpu"], timeout=120_000
+        )
         yield browser.new_page(viewport={"width": width, "height": height})
         browser.close()

@@ -19,7 +19,7 @@ from ui.axe import serious
 from ui.stage import Stage, browser_page
 from ui.synthetic import SyntheticRun
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 LOOKS = [(1200, False), (600, True)]
 """Width and whether dark."""
 

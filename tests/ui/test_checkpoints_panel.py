@@ -120,7 +120,7 @@ def test_buttons_do_what_the_verbs_do(panel: Checkpoints, grown: SyntheticRun) -
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(300)
 def test_in_a_browser(grown: SyntheticRun, tmp_path: Path) -> None:
     with browser_page(1200, 900) as page:
         shown = part(RunSource(Run(grown.dir), grown.dir), "checkpoint_view")

@@ -101,7 +101,7 @@ def test_engines_are_told_with_their_ranks_and_runs(lab: Lab, started: Synthetic
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(90)
+@pytest.mark.timeout(300)
 def test_a_page_shows_a_lab_and_closes_it(lab: Lab, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     closed = []
     monkeypatch.setattr(lab, "close", lambda: closed.append(lab.id))

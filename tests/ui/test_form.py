@@ -1,7 +1,6 @@
 """The form of a plan without a page: every field, requests and refusals, what stays when it is saved, training."""
 
 import json
-import threading
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -169,7 +168,8 @@ def test_a_saved_notebook_shows_the_plan_as_it_stands(form: Form, monkeypatch: p
         time.sleep(0.01)
     form.close()
     assert form.over
-    assert not [thread for thread in threading.enumerate() if thread.name == "mmlab view"]
+    assert form._thread is not None
+    assert not form._thread.is_alive()
 
 
 def test_train_needs_a_lab_and_a_plan_without_faults(form: Form) -> None:

@@ -15,7 +15,7 @@ from mmlab.plan import Plan, known_keys
 from mmlab.ui.form import Form
 from ui.stage import Stage, browser_page
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
 
 class Shown:

@@ -52,8 +52,9 @@ def test_a_frame_of_a_run_that_has_not_started(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(300)
 def test_in_a_browser_a_dead_rank_stands_out_and_the_doctor_answers(run: SyntheticRun, tmp_path: Path) -> None:
+    run.stall(-600, dict.fromkeys(range(6), "forward"))  # else they wait once the browser has taken 5 s to start
     with browser_page(1200, 900) as page:
         stage = Stage(page, part(RunSource(InboxRun(run.dir), run.dir), "placement_view"))
         alarm, detail = page.locator(".mm-ranks-alarm"), page.locator(".mm-ranks-detail")
@@ -75,7 +76,7 @@ def test_in_a_browser_a_dead_rank_stands_out_and_the_doctor_answers(run: Synthet
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(300)
 def test_64_ranks_on_8_hosts_fit_into_600_pixels(tmp_path: Path) -> None:
     run = SyntheticRun(tmp_path, Plan.preset("quickstart").with_(*MANY))
     run.start()

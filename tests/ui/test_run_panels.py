@@ -89,7 +89,7 @@ def test_compression_is_chosen_with_the_plans_bounds(started: SyntheticRun) -> N
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(90)
+@pytest.mark.timeout(300)
 def test_a_page_chooses_a_compressor(started: SyntheticRun, tmp_path: Path) -> None:
     started.train(20)
     started.error = 0.031
@@ -163,7 +163,7 @@ def test_samples_without_their_files_show_their_texts(started: SyntheticRun) -> 
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(90)
+@pytest.mark.timeout(300)
 def test_a_page_shows_samples_and_earlier_ones(started: SyntheticRun, tmp_path: Path) -> None:
     started.train(10)
     started.evaluate()
@@ -227,7 +227,7 @@ def test_the_log_keeps_little_whatever_ranks_print(started: SyntheticRun, monkey
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(90)
+@pytest.mark.timeout(300)
 def test_a_page_follows_filters_and_stands_still(started: SyntheticRun, tmp_path: Path) -> None:
     def write(rank: int, lines: list[str]) -> None:
         with started.paths.log(rank).open("a") as file:

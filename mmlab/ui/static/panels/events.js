@@ -13,7 +13,12 @@ PANELS.events = class extends Panel {
   }
 
   update() {
-    this.list.replaceChildren(...(this.frame.events ?? []).map((event) => make("li", { class: event.bad ? "mm-bad" : null }, make("time", {}, event.time), make("span", {}, event.text))));
+    const { events = [] } = this.frame;
+    const told = JSON.stringify(events);
+    if (told !== this.told) { // all comes again when another page opens the view: who reads here is left in peace
+      this.told = told;
+      this.list.replaceChildren(...events.map((event) => make("li", { class: event.bad ? "mm-bad" : null }, make("time", {}, event.time), make("span", {}, event.text))));
+    }
     this.toEnd();
   }
 
