@@ -38,7 +38,7 @@ class LabError(MmlabError):
 
 
 class RunFailed(MmlabError):
-    """The run failed: names rank, role, phase, step and where the log is.
+    """The run failed: names rank, role, phase, step and where the log is. Or it was deleted while it was waited for.
 
     `cause` is the kind of the first failure (`mmlab.messages.Failure`); "input" means that the user's plan, data or
     checkpoint is at fault, which the command line's exit code says too.

@@ -159,8 +159,8 @@ class Run(Shown, Browsed):
     def wait(self, step: int | None = None, timeout: float | None = None, progress: bool = True) -> Run:
         """Wait until the run has ended, or has done `step` steps. The only verb that blocks; returns the run.
 
-        Interrupting it stops the waiting, not the run. RunFailed when the run fails, WaitTimeout after `timeout`
-        seconds.
+        Interrupting it stops the waiting, not the run. RunFailed when the run fails or is deleted, WaitTimeout after
+        `timeout` seconds.
         """
         wait_for(self._record, self.status, step, timeout, progress)
         return self

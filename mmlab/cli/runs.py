@@ -43,8 +43,8 @@ def list_all() -> None:
         return
     table = Table("run", "state", "step", "ranks", "loss", box=None)
     for record in reversed(records):
-        status, metrics = record.status(), record.metrics()
-        loss = f"{metrics[-1]['loss']:.3f}" if metrics else ""
+        status, last = record.status(), next(record.steps_back(), None)
+        loss = f"{last['loss']:.3f}" if last else ""
         steps = f"{status['step']} / {status['steps']}"
         table.add_row(record.id, status["state"], steps, str(record.info.get("world_size", "")), loss)
     console().print(table)

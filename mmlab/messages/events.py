@@ -44,12 +44,14 @@ Kinds and what they carry beside `t` (seconds since the epoch), `kind`, `lineage
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
 import os
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -181,6 +183,23 @@ def last_events(path: Path) -> list[Event]:
     """The events at the end of a log, read without the rest; a log of any length takes two milliseconds."""
     size = path.stat().st_size if path.exists() else 0
     return read_events(path, max(0, size - TAIL))[0]
+
+
+def lines_back(path: Path, piece: int = TAIL) -> Iterator[bytes]:
+    """Whole lines of a log, the last one first, read from its end in pieces of so many bytes. No file: none."""
+    return islice(_parts_back(path, piece), 1, None)  # what follows the last line's end is still being written
+
+
+def _parts_back(path: Path, piece: int) -> Iterator[bytes]:
+    with contextlib.suppress(FileNotFoundError), open(path, "rb") as file:
+        start, begun = file.seek(0, os.SEEK_END), b""
+        while start > 0:
+            size = min(piece, start)
+            start -= size
+            file.seek(start)
+            begun, *parts = (file.read(size) + begun).split(b"\n")
+            yield from reversed(parts)
+        yield begun
 
 
 def last_of(events: list[Event], kind: str) -> Event:

@@ -144,6 +144,25 @@ class CompressionTrail:
                 changes.pop()
 
 
+def telling(back: Iterable[Step]) -> list[Step]:
+    """Of steps, the newest first, those of which a table says something, oldest first: the last ones, and that in which
+    a module's error was last measured as it is coded now. Looks back no further than for these."""
+    found: list[Step] = []
+    sought: dict[str, tuple[str, dict[str, Any]]] = {}
+    for step in back:
+        coded = step.get("compression", {})
+        if not found:
+            sought = {module: _setting(step, module) for module in coded if coded[module]["compressor"] != "none"}
+        sought = {module: setting for module, setting in sought.items() if _setting(step, module) == setting}
+        measured = {module for module in sought if coded[module].get("error") is not None}
+        if len(found) < WINDOW or measured:
+            found.append(step)
+        sought = {module: setting for module, setting in sought.items() if module not in measured}
+        if len(found) >= WINDOW and not sought:
+            break
+    return found[::-1]
+
+
 def _chosen(row: ModuleCompression) -> str:
     defaults = GroupCommunication()
     changed = {name: value for name, value in row.options.items() if value != getattr(defaults, name)}

@@ -1,4 +1,4 @@
-"""The end of what ranks print, followed: bounded reads, whatever a rank prints."""
+"""What ranks print, followed: bounded reads, whatever a rank prints, for whoever shows the end of it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 MOST = 1 << 16
-"""Bytes of one rank's log that are read at once."""
+"""Bytes of one rank's log that are read at once, and that a line may have."""
 LONGEST = 2000
 """Characters of a line that are kept."""
 
@@ -22,16 +22,22 @@ def inode(path: Path) -> int:
 
 
 class LogTail:
-    """Follows the log of one rank, through its rotation."""
+    """Follows the log of one rank, through its rotation; `most` bytes of it at once, and in a line."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, most: int = MOST) -> None:
         self.path = path
+        self.most = most
         self._inode = 0
         self._offset = 0
         self._begun = b""
 
+    @property
+    def begun(self) -> str:
+        """The start of a line that is still being printed."""
+        return self._begun.decode(errors="replace")
+
     def read(self) -> list[str]:
-        """Whole lines that came since the last call, of the last MOST bytes at most; a line says what was left out."""
+        """Whole lines that came since the last call, of the last `most` bytes; a line says what was left out."""
         try:
             with open(self.path, "rb") as file:
                 return self._read(file)
@@ -48,16 +54,17 @@ class LogTail:
             self._offset, self._begun = 0, b""
         data, left_out = rest, 0
         if now.st_size > self._offset:
-            left_out = max(0, now.st_size - self._offset - MOST)
-            data = rest + os.pread(file.fileno(), MOST, self._offset + left_out)
+            left_out = max(0, now.st_size - self._offset - self.most)
+            data = rest + os.pread(file.fileno(), now.st_size - self._offset - left_out, self._offset + left_out)
             self._offset = now.st_size if left_out else self._offset + len(data) - len(rest)
         return self._lines(data, left_out)
 
     def _of_rotated(self) -> bytes:
         """What was printed before the rotation and not read yet."""
         with contextlib.suppress(OSError), open(self.path.with_name(f"{self.path.name}.1"), "rb") as old:
-            if os.fstat(old.fileno()).st_ino == self._inode:
-                return os.pread(old.fileno(), MOST, self._offset)
+            then = os.fstat(old.fileno())
+            if then.st_ino == self._inode:
+                return os.pread(old.fileno(), max(0, min(self.most, then.st_size - self._offset)), self._offset)
         return b""
 
     def _lines(self, data: bytes, left_out: int) -> list[str]:
@@ -67,14 +74,13 @@ class LogTail:
             lines.append(f"... {left_out} bytes left out ...")
             data = data.partition(b"\n")[2] if b"\n" in data else data
         *whole, self._begun = (self._begun + data).split(b"\n")
-        if len(self._begun) > MOST:
+        if len(self._begun) > self.most:
             whole.append(self._begun)
             self._begun = b""
-        return lines + [clean(line) for line in whole]
+        return lines + [line.decode(errors="replace") for line in whole]
 
 
-def clean(line: bytes | str) -> str:
+def clean(line: str) -> str:
     """A line as a terminal would leave it: what a carriage return overwrites is gone; at most LONGEST characters."""
-    text = line.decode(errors="replace") if isinstance(line, bytes) else line
-    text = text.rstrip("\r\n").rpartition("\r")[2]
+    text = line.rstrip("\r\n").rpartition("\r")[2]
     return text if len(text) <= LONGEST else f"{text[:LONGEST]} ... ({len(text) - LONGEST} more characters)"

@@ -8,29 +8,33 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
+import sys
 import threading
 import time
 from collections.abc import Iterator
+from itertools import islice, takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mmlab.errors import CheckpointError, MmlabError
+from mmlab.messages import ENDED, Event, read_events
 from mmlab.messages.beacon import LEFT_UNSAID, BeaconState, all_left, read_beacons
 from mmlab.messages.checkpoints import Found, chain, location_of, newest_first
 from mmlab.messages.control import read_command
-from mmlab.messages.events import ENDED, Event, last_steps, live_values, planned_steps, read_events
+from mmlab.messages.events import last_of, last_steps, lines_back, live_values, parse_event, planned_steps
 from mmlab.messages.failures import Failure, read_failures
 from mmlab.messages.files import RunPaths, process_alive, read_json
 from mmlab.messages.locations import Location
 from mmlab.messages.moves import falls_back, moving_on
 from mmlab.messages.runs import runs_root
 from mmlab.tracking import checkpoints
-from mmlab.tracking.bottleneck import Bottleneck
-from mmlab.tracking.compression import CompressionTable
+from mmlab.tracking.bottleneck import SKIPPED, Bottleneck
+from mmlab.tracking.compression import CompressionTable, telling
 from mmlab.tracking.ledger import Ledger
-from mmlab.tracking.logs import inode
+from mmlab.tracking.logs import LogTail
 from mmlab.tracking.placement import Placement, Seen
 from mmlab.tracking.rare import Rare
+from mmlab.tracking.tables import WINDOW
 from mmlab.tracking.traced import MeasuredSchedule, Traces
 from mmlab.tracking.traffic import TrafficTable
 
@@ -117,36 +121,49 @@ class RunRecord:
         by_step = {event["step"]: event for event in kept}
         return [{key: value for key, value in by_step[step].items() if key != "kind"} for step in sorted(by_step)]
 
+    def steps_back(self) -> Iterator[Event]:
+        """The steps of `metrics`, the newest first, read from the end of the log as far as they are asked for."""
+        limit, below = last_steps(self.lineages()), float("inf")
+        for line in lines_back(self.paths.events):
+            event = parse_event(line)
+            if event is None or event["kind"] != "step":
+                continue
+            if event["step"] < min(below, limit.get(event["lineage"], -1) + 1):
+                below = event["step"]
+                yield event
+
     def traffic(self) -> TrafficTable:
         """What the ranks said to each other in the last steps: groups, bytes, time under way and waited for."""
-        return TrafficTable(self.plan.layout(), self._in_this_layout())
+        return TrafficTable(self.plan.layout(), self._recent())
 
     def placement(self, state: str = "", steps: list[Event] | None = None) -> Placement:
         """Where the ranks are and how each of them is. Faces that follow the log give state and last steps."""
         state = state or self.status()["state"]
-        steps = self._in_this_layout() if steps is None else steps
+        steps = self._recent() if steps is None else steps
         seen = Seen(state, self.beacons(), self.info.get("engines", []), self.failures(), steps)
         return Placement(self.plan, seen)
 
     def bottleneck(self) -> Bottleneck:
         """What holds the run back, from the times of the last steps."""
-        return Bottleneck(self.live_plan(), self._in_this_layout())
+        return Bottleneck(self.live_plan(), self._recent())
 
     def ledger(self) -> Ledger:
-        """Which samples each step consumed, and whether none was lost and none came twice. MmlabError before the first
-        step."""
+        """Which samples each step consumed, whether none was lost and none came twice. MmlabError before any step."""
         return Ledger(self)
 
     def compression(self) -> CompressionTable:
         """What the last steps' gradients were coded with, what that saved, cost and lost."""
-        return CompressionTable(self._in_this_layout())
+        return CompressionTable(telling(self._in_this_layout()))
 
-    def _in_this_layout(self) -> list[Event]:
-        """The steps of the current lineage since the last relayout: earlier ones have other ranks."""
-        steps = self.metrics()
+    def _recent(self) -> list[Event]:
+        """As many of the last steps as faces that follow the log keep, oldest first."""
+        return list(islice(self._in_this_layout(), WINDOW + SKIPPED))[::-1]
+
+    def _in_this_layout(self) -> Iterator[Event]:
+        """The steps of the current lineage since the last relayout, the newest first: earlier ones have other ranks."""
         lineages = {event["id"] for event in self.lineages()}
         moves = [e["step"] for e in self.rare_events() if e["kind"] == "relayout" and e["lineage"] in lineages]
-        return [event for event in steps if event["step"] > max(moves, default=-1)]
+        return takewhile(lambda event: event["step"] > max(moves, default=-1), self.steps_back())
 
     def live_plan(self) -> Plan:
         """The run's plan with what commands and restores have made of its live fields."""
@@ -163,58 +180,56 @@ class RunRecord:
 
     def last_state(self) -> str:
         """The state that the events give; `status` sees a loss earlier."""
-        return next((event["state"] for event in reversed(self.rare_events()) if event["kind"] == "state"), "queued")
+        return str(last_of(self.rare_events(), "state").get("state", "queued"))
 
     def status(self) -> dict[str, Any]:
         """The state of the run right now.
 
         {"state", "step", "steps" (planned), "reason", "generation", "lineage", "id", "ranks": [{"rank", "role",
-        "engine", "pid", "host", "alive", "phase", "step"}]}. `alive` is None for ranks of other
-        hosts. A run whose ranks left without a word is "failed" from the moment their processes are gone, one whose
-        folder is gone "deleted".
+        "engine", "pid", "host", "alive", "phase", "step"}]}. All of one generation: `ranks` are those of it that have
+        begun (all once it is running, none while it waits for engines). `alive` is None for ranks of other hosts. A run
+        whose ranks left without a word is "failed" once their processes are gone, one whose folder is gone "deleted".
         """
-        while True:
-            generation = self.info.get("generation", 0)
-            found = self._status()
-            ended = found["state"] == "failed" and self.last_state() in ("finished", "stopped")
-            if found["generation"] == generation and not ended:  # else it ended, or the next one began, meanwhile
-                return found
-
-    def _status(self) -> dict[str, Any]:
+        info = self.info  # before the log, in which a generation says that it starts before it is in run.json
         events = self.rare_events()
-        states = [event for event in events if event["kind"] == "state"]
-        last = states[-1] if states else {"state": "queued"}
+        last = last_of(events, "state") or {"state": "queued"}
         lineages = chain(events)
-        return {
+        found = {
             "id": self.id,
             "step": self._step(lineages),
-            "steps": planned_steps(events, int(self.info.get("steps", 0))),
+            "steps": planned_steps(events, int(info.get("steps", 0))),
             "lineage": lineages[0]["id"] if lineages else "",
             **self.present(last["state"], last.get("reason", "")),
         }
+        ended = found["state"] == "failed" and self.last_state() in ("finished", "stopped")
+        if ended or found["generation"] != info.get("generation", 0):  # meanwhile: it did, or the next one began
+            return self.status()
+        return found
 
     def present(self, state: str, reason: str = "") -> dict[str, Any]:
         """What beacons, failure records and processes say beside the last state event: {"state", "reason",
-        "generation", "ranks"} as in `status`, without reading the event log (faces that follow it ask often)."""
+        "generation", "ranks"} as in `status`, without the event log (faces that follow it ask often). All of one
+        generation where that is the one of before the log was read."""
         if not self.paths.run.is_file():
             return {"state": "deleted", "reason": f"{self.paths.root} is gone", "generation": 0, "ranks": []}
+        beacons = read_beacons(self.paths.ranks)  # first: the engines of ranks are in run.json before they begin
         info = self.info
         generation = info.get("generation", 0)
-        beacons = [beacon for beacon in read_beacons(self.paths.ranks) if beacon.generation == generation]
+        beacons = [beacon for beacon in beacons if beacon.generation == generation]
         if state not in ENDED and (move := moving_on(self.paths, generation)):
             state, reason = "starting", move.reason
-        elif state not in ENDED and (failure := self._failure(generation, beacons, state)):
+        elif state not in ENDED and (failure := self._failure(info, beacons, state)):
             recovers = self._recovers(info, generation) or falls_back(self.paths, generation)
             state, reason = ("starting", f"about to recover: {failure}") if recovers else ("failed", failure)
         ranks = [self._rank(beacon, info, state) for beacon in beacons]
-        return {"state": state, "reason": reason, "generation": generation, "ranks": ranks}
+        last = self.info.get("generation", 0)  # another than that of what was read: whoever asks looks again
+        return {"state": state, "reason": reason, "generation": last, "ranks": ranks}
 
     def cause(self) -> str:
         """The kind of the first failure of this generation (`messages.Failure`): "input" when the user's plan or data
         is at fault; empty when nothing failed or nobody could say why."""
         failures = self.failures()
-        last = next((event for event in reversed(self.rare_events()) if event["kind"] == "state"), {})
-        return failures[0].kind if failures else str(last.get("cause", ""))
+        return failures[0].kind if failures else str(last_of(self.rare_events(), "state").get("cause", ""))
 
     def stopping(self) -> bool:
         """Whether a stop or an abort was sent and has not been carried out yet, or only just."""
@@ -228,9 +243,9 @@ class RunRecord:
         """Failure records of the current generation, causes first."""
         return read_failures(self.paths.failures, self.info.get("generation", 0))
 
-    def _failure(self, generation: int, beacons: list[BeaconState], state: str) -> str:
+    def _failure(self, info: dict[str, Any], beacons: list[BeaconState], state: str) -> str:
         """Why a run that has not ended by its events has failed nevertheless; empty when it has not."""
-        failures = read_failures(self.paths.failures, generation)
+        failures = read_failures(self.paths.failures, info.get("generation", 0))
         if failures and failures[0].kind != "peer":
             return failures[0].sentence()
         for beacon in beacons:
@@ -240,9 +255,9 @@ class RunRecord:
                 return Failure(beacon.rank, beacon.role, beacon.phase, beacon.step, "lost", message).sentence()
         if failures and time.time() - failures[0].time > SETTLE:
             return failures[0].sentence()
-        if state in LIVE and all_left(beacons, self.info.get("world_size", -1)):
+        if state in LIVE and all_left(beacons, info.get("world_size", -1)):
             return LEFT_UNSAID
-        return "the lab that was running it has ended" if self._lab_ended() else ""
+        return "the lab that was running it has ended" if self._lab_ended(info) else ""
 
     def _recovers(self, info: dict[str, Any], generation: int) -> bool:
         """Whether a keeper that lives decides what becomes of a failure: until it has spoken, the run has not failed.
@@ -257,9 +272,8 @@ class RunRecord:
             return False
         return keeper["host"] != self._host or process_alive(keeper["pid"], keeper["started"])
 
-    def _lab_ended(self) -> bool:
+    def _lab_ended(self, info: dict[str, Any]) -> bool:
         """Whether the run was a lab's (`run.json`: lab {"root", "host"}, keeper) that is gone from this host."""
-        info = self.info
         keeper, lab = info.get("keeper"), info.get("lab")
         if keeper and keeper["host"] == self._host:
             return not process_alive(keeper["pid"], keeper["started"])
@@ -364,30 +378,15 @@ class RunRecord:
 
     def follow_log(self, rank: int, poll: float = 0.2) -> Iterator[str]:
         """Lines of a rank's log as they are printed, from its current file's start, until the run has ended."""
-        path = self.paths.log(rank)
-        file = None
-        begun = ""
-        try:
-            while True:
-                ended = self.status()["state"] in ENDED
-                with contextlib.suppress(FileNotFoundError):
-                    file = file or open(path, errors="replace")  # noqa: SIM115  follows over several rounds
-                if file is not None:
-                    rotated = inode(path) not in (0, os.fstat(file.fileno()).st_ino)
-                    *whole, begun = (begun + file.read()).split("\n")  # a print is several writes
-                    yield from (f"{line}\n" for line in whole)
-                    if rotated:  # what was written before the rotation has just been read
-                        file.close()
-                        file = None
-                        continue
-                if ended:
-                    if begun:
-                        yield begun
-                    return
-                time.sleep(poll)
-        finally:
-            if file is not None:
-                file.close()
+        tail = LogTail(self.paths.log(rank), most=sys.maxsize)
+        while True:
+            ended = self.status()["state"] in ENDED
+            yield from (f"{line}\n" for line in tail.read())
+            if ended:
+                if tail.begun:
+                    yield tail.begun
+                return
+            time.sleep(poll)
 
 
 def list_runs(root: str | Path | None = None) -> list[RunRecord]:

@@ -25,10 +25,10 @@ REPORT = 3.0
 def reached(record: RunRecord, status: dict[str, Any], step: int | None = None) -> bool:
     """Whether a run has ended, or has done `step` steps (of this generation: not while it waits to be started again).
 
-    RunFailed when it has failed, MmlabError when it was deleted.
+    RunFailed when it has failed, or was deleted: what was waited for cannot come any more.
     """
     if status["state"] == "deleted":
-        raise MmlabError(f"run {record.id} was deleted: {status['reason']}")
+        raise RunFailed(f"run {record.id} was deleted: {status['reason']}")
     if status["state"] == "failed":
         message = f"run {record.id} failed: {status['reason']}; logs are in {record.paths.logs}"
         raise RunFailed(message, record.cause())
@@ -41,7 +41,8 @@ def wait_for(
 ) -> None:
     """Wait until a run has ended, or has done `step` steps; `look` gives its status.
 
-    RunFailed when it fails, WaitTimeout after `timeout` seconds, WaitInterrupted on Ctrl-C: the run goes on.
+    RunFailed when it fails or is deleted, WaitTimeout after `timeout` seconds, WaitInterrupted on Ctrl-C: the run goes
+    on.
     """
     end = None if timeout is None else time.monotonic() + timeout
     try:

@@ -109,18 +109,24 @@ class Listener:
                 self.aborted = self._find_abort()
             moved = moved or (time.monotonic() if moving_on(self.paths, self.generation) else 0.0)
             if moved and time.monotonic() - moved > LEAVE:  # a rank died after the state was whole
-                self.connections.cut()
+                self._cut()
             failures = read_failures(self.paths.failures, self.generation)
             others = [failure for failure in failures if failure.rank != self.rank]
             hung = any(f.rank == self.rank and f.kind == "hung" for f in failures)
             if others or hung or self.aborted is not None:  # each time: who had not joined yet opens connections later
-                self.connections.cut()
+                self._cut()
                 self._waiting.set()  # a pause that waits for a command
             if self.aborted is None and not hung:
                 since = time.monotonic()
             elif time.monotonic() - since > UNWIND:
                 self._interrupt(Hung if self.aborted is None else Aborted)
                 since = time.monotonic()
+
+    def _cut(self) -> None:
+        """Free the training thread, unless it has left: a file system may have held this thread up for so long that the
+        groups of this process are the next generation's."""
+        if not self._stop.is_set():
+            self.connections.cut()
 
     def _find_abort(self) -> Command | None:
         """What aborts this generation: a record that a faster rank made, or a command in the inbox, now on record."""

@@ -125,6 +125,7 @@ class Feed:
     def __init__(self, run_dir: Path | str, capacity: int = 4000) -> None:
         self.paths = RunPaths(Path(run_dir))
         self.record = RunRecord(self.paths.root)
+        self._generation = self.record.info.get("generation", 0)
         self.state = "queued"
         self.reason = ""
         self.reading: float | None = None
@@ -223,6 +224,9 @@ class Feed:
         present = self.record.present(*known)
         if present["state"] != "deleted":
             self._gone = None
+            if present["generation"] != self._generation:  # how it begins is read from the log first
+                self._generation = present["generation"]
+                return
         else:
             self._gone = time.monotonic() if self._gone is None else self._gone
             if time.monotonic() - self._gone < GONE:

@@ -13,7 +13,7 @@ import psutil
 
 from mmlab.cluster import registry
 from mmlab.errors import MmlabError
-from mmlab.messages import ENDED, read_json
+from mmlab.messages import ENDED, RunPaths, read_json
 from mmlab.tracking.record import RunRecord
 
 FRESH = 0.4
@@ -34,7 +34,7 @@ class LabSource:
         self.runs: list[dict[str, Any]] = []
         self.others: list[dict[str, Any]] = []
         self._records: dict[Path, RunRecord] = {}
-        self._over: dict[Path, dict[str, Any]] = {}
+        self._over: dict[Path, tuple[int, dict[str, Any]]] = {}
         self._processes: dict[int, psutil.Process] = {}
         self._looked = float("-inf")
 
@@ -75,17 +75,18 @@ class LabSource:
             self._looked = time.monotonic()
 
     def _run(self, folder: Path) -> dict[str, Any]:
-        """A run's row; empty for one that was deleted."""
-        if folder in self._over:
-            return self._over[folder]
+        """A run's row; empty for one that was deleted. Of one that has ended nothing is read until its log grows."""
         try:
+            size = RunPaths(folder).events.stat().st_size
+            if folder in self._over and self._over[folder][0] == size:
+                return self._over[folder][1]
             record = self._records.setdefault(folder, RunRecord(folder))
             status = record.status()
         except (MmlabError, OSError):
             return {}
         row = {"name": record.id, **{key: status[key] for key in ("state", "step", "steps", "reason", "ranks")}}
-        if status["state"] in ENDED and folder != Path(self.info["runs"][-1]):  # the newest may be started again
-            self._over[folder] = row
+        if status["state"] in ENDED:
+            self._over[folder] = (size, row)
         return row
 
     def _engine(self, up: dict[str, Any], rank: dict[str, Any]) -> dict[str, Any]:

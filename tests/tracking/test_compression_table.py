@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from mmlab.tracking.compression import CompressionTable
+from mmlab.tracking.compression import CompressionTable, telling
 
 POWERSGD = {"compressor": "powersgd", "options": {"rank": 4}}
 
@@ -41,6 +41,20 @@ def test_what_another_compressor_or_setting_did_does_not_count():
     kept = {"compressor": "none", "options": {}}  # what the compressor before has left out waits for another one
     row = CompressionTable([step(1, POWERSGD), step(2, kept, (4000, 4000))]).rows[1]
     assert (row.compressor, row.bytes, row.residual, row.coding) == ("none", 8000, 3.0, None)
+
+
+def test_no_more_steps_are_read_than_it_tells_of():
+    other = {"compressor": "powersgd", "options": {"rank": 8}}
+    dense = [step(number) for number in range(1, 30)]
+    coded = [step(number, POWERSGD) for number in range(31, 60)]
+    for before, first in (([step(30, POWERSGD, error=0.25)], 30), ([step(30, other, error=0.5)], 40), ([], 40)):
+        steps = [*dense, *before, *coded]
+        read = []
+        found = telling(read.append(one["step"]) or one for one in reversed(steps))
+        assert found[0]["step"] == first
+        assert read[-1] >= 29
+        assert CompressionTable(found).rows == CompressionTable(steps).rows
+    assert telling([]) == []
 
 
 def test_it_shows_as_text_and_html():

@@ -1,21 +1,18 @@
 """Reading a run from its files alone: state, lineage, checkpoints, logs."""
 
-import json
 import os
 import subprocess
 import sys
 import threading
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from mmlab.errors import MmlabError, PlanError
 from mmlab.messages import Beacon, EventLog, Failure, write_failure, write_json
-from mmlab.messages.events import parse_event, read_lines
-from mmlab.messages.files import read_json, whole
 from mmlab.messages.runs import create_run, runs_root
+from mmlab.plan import Plan
 from mmlab.tracking import RunRecord, list_runs, rare
+from mmlab.ui.feed import Feed
 
 
 @pytest.fixture
@@ -87,22 +84,33 @@ def test_a_running_run_shows_its_ranks(paths, log):
     second.close()
 
 
-def test_a_generation_is_not_shown_with_the_state_of_the_one_before(paths, log, monkeypatch):
-    info = read_json(paths.run)
-    log.emit("state", state="paused", step=3, reason="")
-    record = RunRecord(paths.root)
-    events = record.rare_events
+def test_what_is_told_of_a_run_is_of_one_generation(paths, log, monkeypatch):
+    paths.plan.write_text(Plan.preset("quickstart").dumps())
+    log.emit("state", state="running", step=0, reason="")
+    ranks = [beacon(paths, 0, "vision 0", step=3), beacon(paths, 1, "stage 0", step=3)]
+    record, feed = RunRecord(paths.root), Feed(paths.root)
+    read = record.rare_events
 
-    def the_next_begins():
-        found = events()
-        if len(found) == 2:
-            log.emit("state", state="starting", step=3, reason="recovering")
-            write_json(paths.run, info | {"generation": info["generation"] + 1})
-        return found
+    def next_generation_begins():
+        """Between a look at the log and one at the ranks."""
+        if len(ranks) == 2:
+            log.emit("state", state="starting", step=0, reason="recovering")
+            write_json(paths.run, record.info | {"generation": 1, "engines": [7, 8]})
+            ranks.append(beacon(paths, 0, "vision 0", generation=1))
 
-    monkeypatch.setattr(record, "rare_events", the_next_begins)
+    monkeypatch.setattr(record, "rare_events", lambda: (read(), next_generation_begins())[0])
+    feed.read()
+    feed.look()
     status = record.status()
-    assert (status["state"], status["generation"]) == ("starting", info["generation"] + 1)
+    engines = [(rank["rank"], rank["engine"]) for rank in status["ranks"]]
+    assert (status["state"], status["generation"], engines) == ("starting", 1, [(0, 7)])
+    feed.look()  # it has read what was before
+    assert (feed.state, len(feed.ranks)) == ("running", 2)
+    feed.read()
+    feed.look()
+    assert (feed.state, len(feed.ranks)) == ("starting", 1)
+    for rank in ranks:
+        rank.close()
 
 
 def test_a_rank_whose_process_is_gone_makes_the_run_failed(paths, log):
@@ -136,7 +144,7 @@ def test_a_run_whose_lab_ended_has_failed(tmp_path, monkeypatch):
     status = RunRecord(paths.root).status()
     assert (status["state"], status["reason"]) == ("failed", "the lab that was running it has ended")
     log, record = EventLog(paths.events), RunRecord(paths.root)
-    monkeypatch.setattr(record, "_lab_ended", lambda: bool(log.emit("state", state="finished", step=1, reason="")))
+    monkeypatch.setattr(record, "_lab_ended", lambda info: bool(log.emit("state", state="finished", step=1, reason="")))
     assert record.status()["state"] == "finished"  # both ended between the look at the log and that at the lab
     log.close()
 
@@ -156,6 +164,8 @@ def test_metrics_follow_the_lineage(paths, log):
     log.emit("lineage", id="c", parent="a", parent_step=3, step=3)
     steps("c", [4])
     assert [(row["step"], row["of"]) for row in record.metrics()] == [(1, "a"), (2, "a"), (3, "a"), (4, "c")]
+    assert [(event["step"], event["of"]) for event in record.steps_back()] == [(4, "c"), (3, "a"), (2, "a"), (1, "a")]
+    assert next(RunRecord(paths.root).steps_back())["step"] == 4
     assert record.status()["step"] == 4
 
 
@@ -350,30 +360,6 @@ def test_steps_are_counted_without_being_kept(paths, log, monkeypatch):
     assert record.last_steps() == {"a": 29, "b": 7}
     log.emit("warning", step=29, message="after a cut line")
     assert record.last_step()["step"] == 7
-
-
-SCALARS = st.none() | st.integers() | st.floats() | st.text(max_size=4)
-VALUES = st.recursive(SCALARS, lambda inner: st.lists(inner, max_size=3), max_leaves=4)
-
-
-@given(value=VALUES, cut=st.integers(0, 400), new=st.binary(max_size=2))
-@settings(max_examples=40, deadline=None)
-def test_lines_are_read_as_pythons_own_reader_does(value, cut, new):
-    line = json.dumps({"t": 1.5, "kind": "warning", "value": value, "half": "\ud800"}, ensure_ascii=False)
-    data = line.encode(errors="surrogatepass" if cut % 2 else "replace")
-    data = data[:cut] + new + data[cut:] if new else data
-    try:
-        wanted = repr(whole(json.loads(data)))
-    except ValueError:
-        wanted = "None"
-    found = parse_event(data)
-    assert repr(found) == wanted or (found is None and new)  # what was put in may have made it no event
-
-
-def test_a_line_longer_than_what_is_read_at_once(tmp_path):
-    (tmp_path / "log").write_bytes(b"a" * 100 + b"\nb\nc")
-    assert read_lines(tmp_path / "log", 0, 8) == ([b"a" * 100, b"b"], 103)
-    assert read_lines(tmp_path / "log", 103, 8) == ([], 103)
 
 
 def test_events_are_read_once_from_whatever_thread(paths, log):

@@ -2,17 +2,20 @@
 
 import os
 import signal
+import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from live import LiveRun, make_plan
 
 from mmlab.cluster.verify import verify
-from mmlab.messages import RunPaths, read_beacons, read_events, write_json
+from mmlab.messages import Failure, RunPaths, read_beacons, read_events, write_json
 from mmlab.plan import Plan
 from mmlab.tracking.doctor import diagnose
 from mmlab.tracking.record import RunRecord
+from mmlab.train import control
 
 PLANS = Path(__file__).parents[1] / "plans"
 HANG = ("hang", 2, 3, "backward")
@@ -103,6 +106,24 @@ def test_an_abort_during_a_pause_and_one_of_an_earlier_generation(pool, shards, 
     assert not late.ok
     assert "earlier generation" in late.message
     assert abort(run) == ["stopped"] * 3
+
+
+def test_a_control_thread_that_was_held_up_cuts_nothing_of_the_next_generation(tmp_path, monkeypatch):
+    paths, reading, read, cut = RunPaths(tmp_path), threading.Event(), threading.Event(), []
+    paths.create()
+
+    def slowly(failures, generation):
+        reading.set()
+        assert read.wait(60)
+        return [Failure(1, "stage 0", "forward", 3, "exception", "scripted")]
+
+    monkeypatch.setattr(control, "read_failures", slowly)
+    listener = control.Listener(paths, 0, 1, SimpleNamespace(cut=lambda: cut.append(1)))
+    assert reading.wait(60)
+    listener._stop.set()  # what `close` does, before it waits for two seconds
+    read.set()
+    listener._thread.join(60)
+    assert not cut
 
 
 @pytest.mark.slow

@@ -62,7 +62,6 @@ def test_the_run_at_work_is_meant_while_others_are_queued_behind_it(lab: Lab, st
         _given_to(lab._paths, run)
     log = EventLog(dropped.events)
     log.emit("state", state="stopped", step=0, reason="stopped before it started")
-    log.close()
     runs = [str(run) for run in (started.dir, queued.root, dropped.root)]
     registry.write_private(lab._paths.state, lab.info() | {"runs": runs})
     magics = LabMagics(InteractiveShell())
@@ -75,6 +74,15 @@ def test_the_run_at_work_is_meant_while_others_are_queued_behind_it(lab: Lab, st
     source = LabSource(lab)
     source.look()
     assert [engine["rank"] for engine in source.engines] == [0, 1]
+    registry.write_private(lab._paths.state, lab.info() | {"runs": runs[::2] + runs[1:2]})
+    for state in ("stopped", "queued", "starting"):  # it is started again while another one is newer
+        log.emit("state", state=state, step=0, reason="")
+        source._looked = float("-inf")
+        source.look()
+        assert [row["state"] for row in source.runs] == ["running", state, "queued"]
+    log.emit("state", state="stopped", step=0, reason="")
+    log.close()
+    registry.write_private(lab._paths.state, lab.info() | {"runs": runs})
     found.run = Run(started.dir)
     _given_to(LabPaths(lab._paths.root.with_name("other")), started.paths)
     assert found.current is not None

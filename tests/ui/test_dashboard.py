@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from mmlab.errors import MmlabError, PlanError
+from mmlab.errors import MmlabError, PlanError, RunFailed
 from mmlab.ui import feed as feeds
 from mmlab.ui import part as dashboards
 from mmlab.ui import source as sources
@@ -310,8 +310,9 @@ def test_a_run_that_was_deleted_is_told_and_its_last_picture_stays(
     assert "image/png" in next(iter(screen.outputs.values()))
     with pytest.raises(MmlabError, match=r"pause: run .* has ended \(deleted\)"):
         run.pause()
-    with pytest.raises(MmlabError, match="was deleted"):
+    with pytest.raises(RunFailed, match="was deleted") as failed:
         run.wait(progress=False)
+    assert failed.value.exit_code == 2
 
 
 @pytest.mark.parametrize(

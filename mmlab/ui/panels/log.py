@@ -55,7 +55,7 @@ class Log(RunPanel):
         """Take in what ranks have printed since."""
         for rank in range(len(self.feed.roles())):
             tail = self._tails.setdefault(rank, LogTail(self.feed.paths.log(rank)))
-            for text in tail.read():
+            for text in map(clean, tail.read()):
                 self._lines.append([rank, text])
                 self._chars += len(text)
         while len(self._lines) > KEPT_LINES or self._chars > KEPT_CHARS:
