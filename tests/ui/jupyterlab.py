@@ -37,6 +37,9 @@ def jupyterlab(
     settings.mkdir(parents=True, exist_ok=True)
     (settings / "themes.jupyterlab-settings").write_text(json.dumps({"theme": theme}))
     (settings / "notification.jupyterlab-settings").write_text(json.dumps({"fetchNews": "false"}))
+    documents = folder / "settings" / "@jupyterlab" / "docmanager-extension"
+    documents.mkdir(parents=True, exist_ok=True)  # notebooks are saved when a test does so, not after two minutes
+    (documents / "plugin.jupyterlab-settings").write_text(json.dumps({"autosave": False}))
     more = {"IPYTHONDIR": str(folder / "ipython"), "JUPYTERLAB_SETTINGS_DIR": str(folder / "settings")}
     more["MMLAB_RUNS"] = str(folder / "runs")  # tests of labs leave theirs in the environment until the session ends
     more |= sidebar_of_checkout(folder) | environment
