@@ -70,6 +70,7 @@ class Keeper:
         self.engines = Engines(config, self.me["host"], log, self._idle)
         self._pending: list[ActiveRun] = []
         self._wake = threading.Condition()
+        self._ending = threading.Lock()
         self._written: dict[str, Any] = {}
         self._busy_at = time.monotonic()
         threading.Thread(target=self._launch_runs, name="mmlab-launch", daemon=True).start()
@@ -188,10 +189,18 @@ class Keeper:
     def _start(self, run: ActiveRun) -> None:
         try:
             launch(run, self.engines, self._idle, self.closing.is_set)
-        except Stopped:
-            run.emit("state", state="stopped", reason="stopped before it started")
         except Exception as error:
-            self.log.exception("launch of %s", run.paths.root)
+            with self._ending:  # how a run ends with its lab is said by whoever ends that, once
+                if not self.closing.is_set():
+                    self._not_started(run, error)
+        run.read()
+
+    def _not_started(self, run: ActiveRun, error: Exception) -> None:
+        """See to a run that could not start, or was stopped before."""
+        if isinstance(error, Stopped):
+            run.emit("state", state="stopped", reason="stopped before it started")
+        else:
+            self.log.error("launch of %s", run.paths.root, exc_info=error)
             if isinstance(error, EngineLost) and run.cluster.max_recoveries:  # before any rank was told to start
                 recover(run, self.engines, Failure(0, "rank 0", "start", run.step, "lost", str(error)))
                 return
@@ -202,7 +211,6 @@ class Keeper:
             known = isinstance(error, MmlabError)
             text = str(error) if known else f"{type(error).__name__}: {error}"
             run.emit("state", state="failed", reason=text, cause="input" if known else "exception")
-        run.read()
 
     def _idle(self) -> bool:
         """Whether no rank is at work (a run that waits for engines has none yet)."""
@@ -261,11 +269,12 @@ class Keeper:
 
     def _finish(self) -> None:
         """Mark runs that are cut short, end every process, remove every file."""
-        for run in self.runs:
-            run.read()
-            if not run.ended:
-                state = "stopped" if self.reason in ("closed", "its process ended") else "failed"
-                run.emit("state", state=state, reason=f"the lab ended: {self.reason}")
+        with self._ending:
+            for run in self.runs:
+                run.read()
+                if not run.ended:
+                    state = "stopped" if self.reason in ("closed", "its process ended") else "failed"
+                    run.emit("state", state=state, reason=f"the lab ended: {self.reason}")
         self.engines.stop(CLOSE)
         left = end_all(self.engines.processes(), self.config.id)
         if left:
