@@ -49,7 +49,7 @@ def executed(name: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> dict[s
     (folder / "runtime").mkdir()
     notebook = read(name)
     try:
-        NotebookClient(notebook, timeout=390, resources={"metadata": {"path": str(folder)}}).execute()
+        NotebookClient(notebook, timeout=800, resources={"metadata": {"path": str(folder)}}).execute()
     finally:
         render(notebook, name)
         for lab in Lab.live():  # of this test's runtime folder: a lesson that broke off has not closed it
@@ -120,7 +120,7 @@ def test_what_the_teacher_is_sent_to_is_there() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(400)
+@pytest.mark.timeout(900)
 def test_the_quickstart_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     outputs = executed("01_quickstart.ipynb", tmp_path, monkeypatch)
     (dashboard,) = [output for source, output in outputs.items() if source.endswith("\nrun")]
@@ -135,7 +135,7 @@ def test_the_quickstart_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 @pytest.mark.slow
 @pytest.mark.alone
-@pytest.mark.timeout(400)
+@pytest.mark.timeout(900)
 def test_the_lesson_about_schedules_measures_what_the_formula_says(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -159,7 +159,7 @@ def test_the_lesson_about_schedules_measures_what_the_formula_says(
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(400)
+@pytest.mark.timeout(900)
 def test_the_lesson_about_bytes_counts_what_the_formulas_say(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     text = printed(executed("03_tensor_and_sequence.ipynb", tmp_path, monkeypatch))
     rows = re.findall(r"^(.+?) +formula +([\d,]+) +counted +([\d,]+) bytes a step", text, re.MULTILINE)
@@ -174,7 +174,7 @@ def test_the_lesson_about_bytes_counts_what_the_formulas_say(tmp_path: Path, mon
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(400)
+@pytest.mark.timeout(900)
 def test_the_lesson_about_sharding_counts_what_the_formulas_say(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -215,7 +215,7 @@ def test_the_lesson_about_compression_teaches_what_it_says(tmp_path: Path, monke
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(400)
+@pytest.mark.timeout(900)
 def test_the_lesson_about_failures_teaches_what_it_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     text = printed(executed("06_kill_a_rank.ipynb", tmp_path, monkeypatch))
     assert "rank 1: another process" in text
@@ -228,7 +228,7 @@ def test_the_lesson_about_failures_teaches_what_it_says(tmp_path: Path, monkeypa
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(400)
+@pytest.mark.timeout(900)
 def test_the_lesson_about_data_teaches_what_it_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     text = printed(executed("07_feeding_the_ranks.ipynb", tmp_path, monkeypatch))
     assert re.search(r"[\d.]+ times faster", text)
@@ -239,7 +239,7 @@ def test_the_lesson_about_data_teaches_what_it_says(tmp_path: Path, monkeypatch:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(400)
+@pytest.mark.timeout(900)
 def test_the_lesson_about_batch_queues_loses_no_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     text = printed(executed("08_notebook_to_slurm.ipynb", tmp_path, monkeypatch))
     killed = re.search(r"killed at step (\d+); now the run is running at step (\d+)", text)

@@ -10,6 +10,7 @@ from lab_helpers import eventually
 
 from mmlab.messages import read_json
 
+pytestmark = pytest.mark.timeout(300)
 SETUP = """
 import mmlab
 lab = mmlab.Lab.attach({lab!r})
@@ -46,6 +47,7 @@ class Kernel:
             if until is not None and until in found["html"] + found["text"]:
                 until = None
                 self.manager.interrupt_kernel()
+        self.manager.interrupt_kernel()  # the next test's cells would wait for it
         raise AssertionError(f"the cell did not end: {found}")
 
     def restart(self):

@@ -20,6 +20,8 @@ from mmlab.errors import CheckpointError, LabError, MmlabError, PlanError, RunFa
 from mmlab.lab import Lab
 from mmlab.tracking.sent import WaitInterrupted, WaitTimeout
 
+pytestmark = pytest.mark.timeout(300)
+
 
 def running(run):
     eventually(lambda: (s := run.status())["state"] == "running" and s["step"] >= 1 and len(s["ranks"]) == 3)
