@@ -65,6 +65,7 @@ class Stage:
         self._delivered = 0
         page.on("pageerror", lambda error: self.errors.append(str(error)))
         page.on("console", lambda said: self.errors.append(said.text) if said.type == "error" else None)
+        page.on("close", lambda _: part.close())  # its thread would go on looking, and be heard by later tests
         page.expose_function("toKernel", lambda message: part._heard(None, message, []))
         page.set_content(PAGE)
         if dark:
