@@ -49,9 +49,12 @@ from mmlab.cluster.watching import watch
 from mmlab.errors import MmlabError
 from mmlab.messages import Command, Failure, write_failure
 from mmlab.messages.files import process_alive, read_json
+from mmlab.messages.moves import NotRescued
 
 TICK = 0.1
 """Seconds between looks at requests, engines and runs: a lost engine is noticed within one."""
+RESCUE = 10.0
+"""Seconds between attempts to keep a state where there was no room for it: each one copies what fits."""
 CLOSE = 10.0
 """Seconds that batch jobs get to be cancelled."""
 
@@ -71,6 +74,8 @@ class Keeper:
         self._pending: list[ActiveRun] = []
         self._wake = threading.Condition()
         self._ending = threading.Lock()
+        self._later: dict[Path, float] = {}
+        """When (`time.monotonic`) a run whose state there was no room for is looked after again."""
         self._written: dict[str, Any] = {}
         self._busy_at = time.monotonic()
         threading.Thread(target=self._launch_runs, name="mmlab-launch", daemon=True).start()
@@ -98,6 +103,8 @@ class Keeper:
 
     def _look_after(self, run: ActiveRun) -> None:
         """One look at a run. What goes wrong in it ends that run: the lab and its engines go on."""
+        if time.monotonic() < self._later.get(run.paths.root, 0.0):
+            return
         try:
             if not run.ended:
                 watch(run, self.engines)
@@ -106,10 +113,17 @@ class Keeper:
                 self._queue(go_on(run))
             elif run.ended and not run.tidied:
                 tidy(run)
+        except NotRescued as error:
+            if run.paths.root not in self._later:
+                message = f"{error}; it is tried again every {RESCUE:g} s until there is room, or the lab ends"
+                run.emit("warning", message=message)
+            self._later[run.paths.root] = time.monotonic() + RESCUE
         except OSError:
             raise
         except Exception as error:
             self._give_up(run, error)
+        else:
+            self._later.pop(run.paths.root, None)
 
     def _give_up(self, run: ActiveRun, error: Exception) -> None:
         """Fail a run for something that its keeper cannot handle, such as a damaged plan.toml; its ranks are freed."""

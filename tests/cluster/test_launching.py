@@ -16,6 +16,8 @@ from mmlab.cluster.launching import ActiveRun, Stopped, choose, launch, take_ove
 from mmlab.cluster.watching import watch
 from mmlab.errors import LabError
 from mmlab.messages import EventLog, Failure, new_command, read_ack, read_json, send, write_failure
+from mmlab.messages.events import read_events
+from mmlab.messages.moves import NotRescued
 from mmlab.messages.runs import create_run
 
 
@@ -211,3 +213,26 @@ def test_how_a_run_that_waits_ends_with_its_lab_is_said_by_the_lab_alone(tmp_pat
     lab.closing.clear()
     Keeper._start(lab, run)
     assert run.state == "stopped"
+
+
+def test_a_state_that_no_disk_takes_is_said_once_and_tried_at_intervals(tmp_path, monkeypatch):
+    run = ActiveRun(create_run(tmp_path, "full", "", 2, 5), 1, None, 2, state="stopped")
+    lab, tries = SimpleNamespace(_later={}), []
+
+    def full(run):
+        tries.append(run)
+        raise NotRescued("no space left on device")
+
+    monkeypatch.setattr(keeper, "tidy", full)
+    for _ in range(3):
+        Keeper._look_after(lab, run)
+    assert len(tries) == 1
+    lab._later[run.paths.root] = 0.0
+    Keeper._look_after(lab, run)
+    assert len(tries) == 2
+    warnings = [event["message"] for event in read_events(run.paths.events)[0] if event["kind"] == "warning"]
+    assert warnings == ["no space left on device; it is tried again every 10 s until there is room, or the lab ends"]
+    monkeypatch.setattr(keeper, "tidy", tries.append)
+    lab._later[run.paths.root] = 0.0
+    Keeper._look_after(lab, run)
+    assert (len(tries), lab._later) == (3, {})
