@@ -49,9 +49,12 @@ from mmlab.cluster.watching import watch
 from mmlab.errors import MmlabError
 from mmlab.messages import Command, Failure, write_failure
 from mmlab.messages.files import process_alive, read_json
+from mmlab.messages.moves import NotRescued
 
 TICK = 0.1
 """Seconds between looks at requests, engines and runs: a lost engine is noticed within one."""
+RESCUE = 10.0
+"""Seconds between attempts to keep a state where there was no room for it: each one copies what fits."""
 CLOSE = 10.0
 """Seconds that batch jobs get to be cancelled."""
 
@@ -70,6 +73,9 @@ class Keeper:
         self.engines = Engines(config, self.me["host"], log, self._idle)
         self._pending: list[ActiveRun] = []
         self._wake = threading.Condition()
+        self._ending = threading.Lock()
+        self._later: dict[Path, float] = {}
+        """When (`time.monotonic`) a run whose state there was no room for is looked after again."""
         self._written: dict[str, Any] = {}
         self._busy_at = time.monotonic()
         threading.Thread(target=self._launch_runs, name="mmlab-launch", daemon=True).start()
@@ -97,6 +103,8 @@ class Keeper:
 
     def _look_after(self, run: ActiveRun) -> None:
         """One look at a run. What goes wrong in it ends that run: the lab and its engines go on."""
+        if time.monotonic() < self._later.get(run.paths.root, 0.0):
+            return
         try:
             if not run.ended:
                 watch(run, self.engines)
@@ -105,10 +113,17 @@ class Keeper:
                 self._queue(go_on(run))
             elif run.ended and not run.tidied:
                 tidy(run)
+        except NotRescued as error:
+            if run.paths.root not in self._later:
+                message = f"{error}; it is tried again every {RESCUE:g} s until there is room, or the lab ends"
+                run.emit("warning", message=message)
+            self._later[run.paths.root] = time.monotonic() + RESCUE
         except OSError:
             raise
         except Exception as error:
             self._give_up(run, error)
+        else:
+            self._later.pop(run.paths.root, None)
 
     def _give_up(self, run: ActiveRun, error: Exception) -> None:
         """Fail a run for something that its keeper cannot handle, such as a damaged plan.toml; its ranks are freed."""
@@ -188,10 +203,18 @@ class Keeper:
     def _start(self, run: ActiveRun) -> None:
         try:
             launch(run, self.engines, self._idle, self.closing.is_set)
-        except Stopped:
-            run.emit("state", state="stopped", reason="stopped before it started")
         except Exception as error:
-            self.log.exception("launch of %s", run.paths.root)
+            with self._ending:  # how a run ends with its lab is said by whoever ends that, once
+                if not self.closing.is_set():
+                    self._not_started(run, error)
+        run.read()
+
+    def _not_started(self, run: ActiveRun, error: Exception) -> None:
+        """See to a run that could not start, or was stopped before."""
+        if isinstance(error, Stopped):
+            run.emit("state", state="stopped", reason="stopped before it started")
+        else:
+            self.log.error("launch of %s", run.paths.root, exc_info=error)
             if isinstance(error, EngineLost) and run.cluster.max_recoveries:  # before any rank was told to start
                 recover(run, self.engines, Failure(0, "rank 0", "start", run.step, "lost", str(error)))
                 return
@@ -202,7 +225,6 @@ class Keeper:
             known = isinstance(error, MmlabError)
             text = str(error) if known else f"{type(error).__name__}: {error}"
             run.emit("state", state="failed", reason=text, cause="input" if known else "exception")
-        run.read()
 
     def _idle(self) -> bool:
         """Whether no rank is at work (a run that waits for engines has none yet)."""
@@ -261,11 +283,12 @@ class Keeper:
 
     def _finish(self) -> None:
         """Mark runs that are cut short, end every process, remove every file."""
-        for run in self.runs:
-            run.read()
-            if not run.ended:
-                state = "stopped" if self.reason in ("closed", "its process ended") else "failed"
-                run.emit("state", state=state, reason=f"the lab ended: {self.reason}")
+        with self._ending:
+            for run in self.runs:
+                run.read()
+                if not run.ended:
+                    state = "stopped" if self.reason in ("closed", "its process ended") else "failed"
+                    run.emit("state", state=state, reason=f"the lab ended: {self.reason}")
         self.engines.stop(CLOSE)
         left = end_all(self.engines.processes(), self.config.id)
         if left:

@@ -26,6 +26,10 @@ ROOM = 1.25
 """Times the bytes of a state that a tmpfs, and the machine's memory, must have free: the manifest, and files' slack."""
 
 
+class NotRescued(OSError):
+    """A state could not be written to where the run's checkpoints lie: it stays where it is, and may be tried again."""
+
+
 @dataclass(frozen=True)
 class Move:
     """What the next generation of a run begins with.
@@ -140,7 +144,7 @@ def rescue_move(paths: RunPaths) -> str:
     """Make a state that no generation has taken up one of the run's checkpoints, where its plan keeps them, and leave
     nothing in memory; its name.
 
-    Empty where there is nothing to rescue. OSError when it cannot be written there: the state then stays where it is.
+    Empty where there is nothing to rescue. NotRescued when it cannot be written there.
     """
     name = save_move(paths)
     forget_move(paths)  # without a move: a rank that died while the state was written has left a part of it in memory
@@ -156,7 +160,11 @@ def save_move(paths: RunPaths) -> str:
     reached = bool(move.folder) and (not move.memory or move.host == socket.gethostname())
     lies_there = target.local is not None and target.local.exists() and target.local.samefile(source)
     if reached and (source / MANIFEST).is_file() and not lies_there and MANIFEST not in target.sizes():
-        _bring(source, target)
+        try:
+            _bring(source, target)
+        except OSError as error:
+            why = error.args[0][0][2] if isinstance(error, shutil.Error) else error.strerror or error
+            raise NotRescued(f"the state of step {move.step} cannot be kept at {target}: {why}") from error
         if not move.memory:
             Location(source).remove(first=MANIFEST)
     return move.name if MANIFEST in target.sizes() else ""

@@ -141,7 +141,9 @@ def _resume(root: Path, changes: list[str], world: int, who: str) -> dict[str, A
         write_json(paths.run, info | more | {"engines": []})
         _begin(paths, f"goes on ({who})")
     except OSError as error:
-        raise MmlabError(f"run {root.name} cannot go on: {root} cannot be written ({error.strerror})") from None
+        raise MmlabError(
+            f"run {root.name} cannot go on: {root} cannot be written ({error.strerror or error})"
+        ) from None
     try:
         saved = manifests(location_of(paths, plan.checkpoint.location))
     except OSError as error:

@@ -1,17 +1,23 @@
 """Choosing engines for a run, with engines that are only described."""
 
+import functools
 import shutil
+import threading
 from types import SimpleNamespace
 
 import pytest
 
+from mmlab.cluster import keeper
 from mmlab.cluster.client import LabView
 from mmlab.cluster.engine_info import EngineInfo, EngineLost
 from mmlab.cluster.engines import Engines
-from mmlab.cluster.launching import Stopped, choose, launch, take_over
+from mmlab.cluster.keeper import Keeper
+from mmlab.cluster.launching import ActiveRun, Stopped, choose, launch, take_over
 from mmlab.cluster.watching import watch
 from mmlab.errors import LabError
 from mmlab.messages import EventLog, Failure, new_command, read_ack, read_json, send, write_failure
+from mmlab.messages.events import read_events
+from mmlab.messages.moves import NotRescued
 from mmlab.messages.runs import create_run
 
 
@@ -190,3 +196,43 @@ def test_engines_that_are_about_to_be_taken_away_keep_no_rank_from_an_anchor(run
     up = Described(["a", "b", "a", "b"]).up()
     team = choose(up, 3, [up[0], up[1], up[2]], anchors=(2, 0), lasting=[up[0], up[1]])
     assert [engine.id for engine in team] == [0, 3, 1]
+
+
+def test_how_a_run_that_waits_ends_with_its_lab_is_said_by_the_lab_alone(tmp_path, monkeypatch):
+    run = ActiveRun(create_run(tmp_path, "waits", "", 2, 5), 1, None, 2)
+    lab = SimpleNamespace(engines=None, _idle=None, closing=threading.Event(), _ending=threading.Lock())
+    lab._not_started = functools.partial(Keeper._not_started, lab)
+
+    def stopped(*_):
+        raise Stopped
+
+    monkeypatch.setattr(keeper, "launch", stopped)
+    lab.closing.set()
+    Keeper._start(lab, run)
+    assert run.state == "queued"
+    lab.closing.clear()
+    Keeper._start(lab, run)
+    assert run.state == "stopped"
+
+
+def test_a_state_that_no_disk_takes_is_said_once_and_tried_at_intervals(tmp_path, monkeypatch):
+    run = ActiveRun(create_run(tmp_path, "full", "", 2, 5), 1, None, 2, state="stopped")
+    lab, tries = SimpleNamespace(_later={}), []
+
+    def full(run):
+        tries.append(run)
+        raise NotRescued("no space left on device")
+
+    monkeypatch.setattr(keeper, "tidy", full)
+    for _ in range(3):
+        Keeper._look_after(lab, run)
+    assert len(tries) == 1
+    lab._later[run.paths.root] = 0.0
+    Keeper._look_after(lab, run)
+    assert len(tries) == 2
+    warnings = [event["message"] for event in read_events(run.paths.events)[0] if event["kind"] == "warning"]
+    assert warnings == ["no space left on device; it is tried again every 10 s until there is room, or the lab ends"]
+    monkeypatch.setattr(keeper, "tidy", tries.append)
+    lab._later[run.paths.root] = 0.0
+    Keeper._look_after(lab, run)
+    assert (len(tries), lab._later) == (3, {})

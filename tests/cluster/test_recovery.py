@@ -198,6 +198,7 @@ def test_a_run_whose_plan_is_damaged_fails_and_its_lab_goes_on(run):
     fail(run, 1)
     run.paths.plan.write_text("no = [toml")
     keeper = Keeper.__new__(Keeper)
+    keeper._later = {}
     keeper.engines, keeper.log = Described(["a"] * 4), logging.getLogger("test")
     keeper._look_after(run)
     assert (run.state, run.again) == ("failed", None)
