@@ -12,6 +12,7 @@ from pathlib import Path
 
 import nbformat
 import pytest
+from kernels import notebook_kernel_manager
 from nbclient import NotebookClient
 
 from mmlab import Lab
@@ -49,7 +50,8 @@ def executed(name: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> dict[s
     (folder / "runtime").mkdir()
     notebook = read(name)
     try:
-        NotebookClient(notebook, timeout=800, resources={"metadata": {"path": str(folder)}}).execute()
+        kernel = notebook_kernel_manager()
+        NotebookClient(notebook, kernel, timeout=800, resources={"metadata": {"path": str(folder)}}).execute()
     finally:
         render(notebook, name)
         for lab in Lab.live():  # of this test's runtime folder: a lesson that broke off has not closed it

@@ -5,7 +5,7 @@ import time
 from pathlib import Path
 
 import pytest
-from jupyter_client.manager import start_new_kernel
+from kernels import kernel_manager
 from lab_helpers import eventually
 
 from mmlab.messages import read_json
@@ -20,7 +20,11 @@ plan = mmlab.Plan.preset("laptop").with_("train.steps=100000", "cluster.max_reco
 
 class Kernel:
     def __init__(self):
-        self.manager, self.client = start_new_kernel(kernel_name="python3")
+        self.manager = kernel_manager()
+        self.manager.start_kernel()
+        self.client = self.manager.client()
+        self.client.start_channels()
+        self.client.wait_for_ready(timeout=60)
 
     def run(self, code, timeout=100.0, until=None):
         """Run a cell; {"text", "html", "error"} of its output. With `until`, interrupt it once that text was shown."""
