@@ -39,6 +39,8 @@ class LabView:
         self._client: Any = None
         self._file = ("", 0)
         """The controller's connection file, and when it was written: the next controller's has the same name."""
+        self._known: set[int] = set()
+        """Engines that the controller has told of, or was waited for in vain to: for them nothing is waited again."""
 
     def of(self, info: dict[str, Any], ranks: list[int]) -> Any:
         """The DirectView of these engines in this order while all of them live, else of those that are up.
@@ -63,9 +65,11 @@ class LabView:
                     f"the controller does not answer ({error or type(error).__name__}); steering works without it"
                 ) from None
             self._file = source
-        end = time.monotonic() + NOTICE
-        while not set(up) <= set(self._client.ids) and time.monotonic() < end:
+            self._known = set()
+        wanted, end = (set(ranks) & set(up) or set(up)) - self._known, time.monotonic() + NOTICE
+        while not wanted <= set(self._client.ids) and time.monotonic() < end:
             time.sleep(0.02)
+        self._known |= wanted.union(self._client.ids)
         there = set(self._client.ids) - set(info.get("gone", []))  # of an end the controller hears later
         ids = ranks if ranks and set(ranks) <= there else [one for one in up if one in there]
         if not ids:

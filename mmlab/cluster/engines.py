@@ -315,13 +315,11 @@ class Engines:
         paths = [self._connection_file(self.cluster, side) for side in ("client", "engine")]
         if all(read_json(path) for path in paths):
             self._client = ipp.Client(str(paths[0]), timeout=ANSWER)
-            return
 
     def _greet(self, client: ipp.Client) -> None:
         """Ask who registered; those that answer are up."""
-        ids = set(client.ids)
         known = {engine.id for engine in self._up}
-        for identity in ids - known - set(self._greeted) - self.gone:
+        for identity in set(client.ids) - known - set(self._greeted) - self.gone:
             with contextlib.suppress(IndexError):  # it has left
                 self._greeted[identity] = (client[identity].apply_async(call, "hello"), time.monotonic())
         for identity, (result, asked) in list(self._greeted.items()):
@@ -330,17 +328,20 @@ class Engines:
                     del self._greeted[identity]
                     self.gone.add(identity)
                 continue
-            del self._greeted[identity], self._expected[:1]
+            del self._greeted[identity]
             try:
                 who = result.get(0)
                 client[identity].apply_async(call, "warm", self.config.worker)
-            except (IndexError, ipp.error.IPythonError):  # it ended at once: another one is started in its place
-                self.gone.add(identity)
-                continue
-            engine = EngineInfo(identity, who["pid"], who["started"], who["host"], who["host"] == self.host)
-            with self._lock:
-                self._up.append(engine)
-            self.problem = ""
+            except (IndexError, ipp.error.IPythonError) as error:
+                if isinstance(error, ipp.error.RemoteError) and error.ename != "EngineError":
+                    raise  # what each engine would fail with
+                self.gone.add(identity)  # it ended at once: another one is started in its place
+            else:
+                engine = EngineInfo(identity, who["pid"], who["started"], who["host"], who["host"] == self.host)
+                with self._lock:
+                    self._up.append(engine)
+                self.problem = ""
+            del self._expected[:1]
 
     def _reap(self) -> None:
         """Forget engines that ended, tell the controller, and give up on local ones that never came."""

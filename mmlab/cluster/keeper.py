@@ -116,6 +116,7 @@ class Keeper:
         except NotRescued as error:
             if run.paths.root not in self._later:
                 message = f"{error}; it is tried again every {RESCUE:g} s until there is room, or the lab ends"
+                self.log.warning(message)  # the run's own log may have no room either
                 run.emit("warning", message=message)
             self._later[run.paths.root] = time.monotonic() + RESCUE
         except OSError:
@@ -171,6 +172,7 @@ class Keeper:
         """Have a generation of a run started; it takes the place of the one before."""
         with self._wake:
             self.runs = [old for old in self.runs if old.paths != run.paths] + [run]
+            self._later.pop(run.paths.root, None)
             self._pending.append(run)
             self._wake.notify()
 
@@ -283,6 +285,7 @@ class Keeper:
 
     def _finish(self) -> None:
         """Mark runs that are cut short, end every process, remove every file."""
+        self.closing.set()  # also where the keeper has failed: no thread says more of a run from here on
         with self._ending:
             for run in self.runs:
                 run.read()

@@ -158,16 +158,21 @@ def save_move(paths: RunPaths) -> str:
         return ""
     source, target = Path(move.folder), kept_at(paths) / move.name
     reached = bool(move.folder) and (not move.memory or move.host == socket.gethostname())
-    lies_there = target.local is not None and target.local.exists() and target.local.samefile(source)
-    if reached and (source / MANIFEST).is_file() and not lies_there and MANIFEST not in target.sizes():
-        try:
-            _bring(source, target)
-        except OSError as error:
-            why = error.args[0][0][2] if isinstance(error, shutil.Error) else error.strerror or error
-            raise NotRescued(f"the state of step {move.step} cannot be kept at {target}: {why}") from error
-        if not move.memory:
-            Location(source).remove(first=MANIFEST)
-    return move.name if MANIFEST in target.sizes() else ""
+    try:
+        # It may have been brought there before, and be gone here.
+        if reached and (source / MANIFEST).is_file() and not _same(source, target):
+            if MANIFEST not in target.sizes():
+                _bring(source, target)
+            if not move.memory:
+                Location(source).remove(first=MANIFEST)
+        return move.name if MANIFEST in target.sizes() else ""
+    except OSError as error:
+        why = error.args[0][0][2] if isinstance(error, shutil.Error) else error.strerror or error
+        raise NotRescued(f"the state of step {move.step} cannot be kept at {target}: {why}") from error
+
+
+def _same(source: Path, target: Location) -> bool:
+    return target.local is not None and target.local.exists() and target.local.samefile(source)
 
 
 def _bring(source: Path, target: Location) -> None:

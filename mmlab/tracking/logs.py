@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 from pathlib import Path
 from typing import BinaryIO
 
@@ -13,20 +14,19 @@ LONGEST = 2000
 """Characters of a line that are kept."""
 
 
-def inode(path: Path) -> int:
-    """What tells a file from another one of its name; 0 while there is none."""
-    try:
-        return path.stat().st_ino
-    except FileNotFoundError:
-        return 0
+LINE = re.compile(rb"\n")
+UPDATE = re.compile(rb"\r\n|\r(?!\Z)|\n")
+"""What ends a line, or a progress bar as it was before its next update."""
 
 
 class LogTail:
-    """Follows the log of one rank, through its rotation; `most` bytes of it at once, and in a line."""
+    """Follows the log of one rank, through its rotation; `most` bytes of it at once, and in a line, which ends with
+    `end`."""
 
-    def __init__(self, path: Path, most: int = MOST) -> None:
+    def __init__(self, path: Path, most: int = MOST, end: re.Pattern[bytes] = LINE) -> None:
         self.path = path
         self.most = most
+        self._end = end
         self._inode = 0
         self._offset = 0
         self._begun = b""
@@ -61,10 +61,14 @@ class LogTail:
 
     def _of_rotated(self) -> bytes:
         """What was printed before the rotation and not read yet."""
-        with contextlib.suppress(OSError), open(self.path.with_name(f"{self.path.name}.1"), "rb") as old:
-            then = os.fstat(old.fileno())
-            if then.st_ino == self._inode:
-                return os.pread(old.fileno(), max(0, min(self.most, then.st_size - self._offset)), self._offset)
+        rest = b""
+        for number in (1, 2):  # it may have been rotated twice since
+            with contextlib.suppress(OSError), open(self.path.with_name(f"{self.path.name}.{number}"), "rb") as old:
+                then = os.fstat(old.fileno())
+                start = self._offset if then.st_ino == self._inode else 0
+                rest = os.pread(old.fileno(), max(0, min(self.most, then.st_size - start)), start) + rest
+                if then.st_ino == self._inode:
+                    return rest
         return b""
 
     def _lines(self, data: bytes, left_out: int) -> list[str]:
@@ -73,7 +77,7 @@ class LogTail:
             self._begun = b""
             lines.append(f"... {left_out} bytes left out ...")
             data = data.partition(b"\n")[2] if b"\n" in data else data
-        *whole, self._begun = (self._begun + data).split(b"\n")
+        *whole, self._begun = self._end.split(self._begun + data)
         if len(self._begun) > self.most:
             whole.append(self._begun)
             self._begun = b""

@@ -31,7 +31,7 @@ from mmlab.tracking import checkpoints
 from mmlab.tracking.bottleneck import SKIPPED, Bottleneck
 from mmlab.tracking.compression import CompressionTable, telling
 from mmlab.tracking.ledger import Ledger
-from mmlab.tracking.logs import LogTail
+from mmlab.tracking.logs import UPDATE, LogTail
 from mmlab.tracking.placement import Placement, Seen
 from mmlab.tracking.rare import Rare
 from mmlab.tracking.tables import WINDOW
@@ -378,7 +378,7 @@ class RunRecord:
 
     def follow_log(self, rank: int, poll: float = 0.2) -> Iterator[str]:
         """Lines of a rank's log as they are printed, from its current file's start, until the run has ended."""
-        tail = LogTail(self.paths.log(rank), most=sys.maxsize)
+        tail = LogTail(self.paths.log(rank), sys.maxsize, UPDATE)
         while True:
             ended = self.status()["state"] in ENDED
             yield from (f"{line}\n" for line in tail.read())

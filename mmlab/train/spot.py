@@ -239,9 +239,10 @@ class SpotWatch:
 
     def _find(self) -> Cloud | None:
         for turn in range(PROBES):
-            cloud = find_cloud(self._wanted, PROBE * 2**turn)
-            if cloud is not None or self._end.is_set():
-                return cloud
+            patience, began = PROBE * 2**turn, time.monotonic()
+            cloud = find_cloud(self._wanted, patience)
+            if cloud is not None or self._end.wait(max(0.0, began + patience - time.monotonic())):
+                return cloud  # without the wait a server that refuses at first would use up all turns in milliseconds
         return None
 
     def close(self) -> None:

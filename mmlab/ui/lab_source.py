@@ -85,7 +85,7 @@ class LabSource:
         except (MmlabError, OSError):
             return {}
         row = {"name": record.id, **{key: status[key] for key in ("state", "step", "steps", "reason", "ranks")}}
-        if status["state"] in ENDED:
+        if status["state"] in ENDED and not any(r["alive"] and r["phase"] != "idle" for r in status["ranks"]):
             self._over[folder] = (size, row)
         return row
 

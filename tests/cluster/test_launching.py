@@ -1,13 +1,17 @@
 """Choosing engines for a run, with engines that are only described."""
 
 import functools
+import itertools
+import logging
+import math
 import shutil
 import threading
 from types import SimpleNamespace
 
 import pytest
+from ipyparallel.error import RemoteError
 
-from mmlab.cluster import keeper
+from mmlab.cluster import client, keeper
 from mmlab.cluster.client import LabView
 from mmlab.cluster.engine_info import EngineInfo, EngineLost
 from mmlab.cluster.engines import Engines
@@ -192,6 +196,42 @@ def test_the_view_has_engines_in_rank_order_and_none_that_has_ended():
     assert view.of(info, [2, 1, 0]) == [0]
 
 
+def test_the_view_waits_once_for_an_engine_that_the_controller_has_not_told_of(monkeypatch):
+    now = itertools.count()
+    monkeypatch.setattr(client, "time", SimpleNamespace(monotonic=lambda: next(now), sleep=lambda _: slept.append(1)))
+    view, slept = LabView(), []
+    view._client = SimpleNamespace(ids=[0], direct_view=list)
+    view._file = ("p/security/ipcontroller-c-client.json", 0)
+    info = {"profile_dir": "p", "cluster_id": "c", "up": [{"engine": 0}, {"engine": 1}]}
+    assert view.of(info, [0]) == [0]  # the others of the lab are not asked for
+    assert slept == []
+    assert view.of(info, []) == [0]
+    assert slept
+    slept.clear()
+    assert view.of(info, [0, 1]) == [0]
+    assert slept == []
+
+
+def test_what_each_engine_fails_with_is_the_labs_problem_and_an_end_is_not():
+    answers = {0: RemoteError("ImportError", "no module", "", {}), 1: RemoteError("EngineError", "died", "", {})}
+
+    def result(identity):
+        def get(_):
+            raise answers[identity]
+
+        return SimpleNamespace(ready=lambda: True, get=get), 0.0
+
+    engines = Engines.__new__(Engines)
+    engines._up, engines.gone, engines._expected = [], set(), [1.0, 2.0]
+    engines._greeted = {1: result(1)}
+    engines._greet(SimpleNamespace(ids=[1]))
+    assert (engines.gone, engines._expected) == ({1}, [2.0])
+    engines._greeted = {0: result(0)}
+    with pytest.raises(RemoteError, match="ImportError"):
+        engines._greet(SimpleNamespace(ids=[0, 1]))
+    assert (engines.gone, engines._expected) == ({1}, [2.0])
+
+
 def test_engines_that_are_about_to_be_taken_away_keep_no_rank_from_an_anchor(run):
     up = Described(["a", "b", "a", "b"]).up()
     team = choose(up, 3, [up[0], up[1], up[2]], anchors=(2, 0), lasting=[up[0], up[1]])
@@ -217,7 +257,7 @@ def test_how_a_run_that_waits_ends_with_its_lab_is_said_by_the_lab_alone(tmp_pat
 
 def test_a_state_that_no_disk_takes_is_said_once_and_tried_at_intervals(tmp_path, monkeypatch):
     run = ActiveRun(create_run(tmp_path, "full", "", 2, 5), 1, None, 2, state="stopped")
-    lab, tries = SimpleNamespace(_later={}), []
+    lab, tries = SimpleNamespace(_later={}, log=logging.getLogger("keeper")), []
 
     def full(run):
         tries.append(run)
@@ -236,3 +276,6 @@ def test_a_state_that_no_disk_takes_is_said_once_and_tried_at_intervals(tmp_path
     lab._later[run.paths.root] = 0.0
     Keeper._look_after(lab, run)
     assert (len(tries), lab._later) == (3, {})
+    lab._later, lab.runs, lab._pending, lab._wake = {run.paths.root: math.inf}, [run], [], threading.Condition()
+    Keeper._queue(lab, run)
+    assert lab._later == {}  # a generation that was begun since is not to wait

@@ -8,7 +8,17 @@ import pytest
 
 from mmlab.messages import RunPaths, read_json, write_json
 from mmlab.messages.checkpoints import location_of, manifests
-from mmlab.messages.moves import Move, forget_move, memory_folders, memory_with_room, read_move, rescue_move, write_move
+from mmlab.messages.moves import (
+    Move,
+    NotRescued,
+    forget_move,
+    memory_folders,
+    memory_with_room,
+    read_move,
+    rescue_move,
+    save_move,
+    write_move,
+)
 
 
 @pytest.fixture
@@ -70,6 +80,14 @@ def test_a_state_is_brought_to_where_the_plan_keeps_checkpoints(paths, tmp_path,
     assert not (folder / move.name).exists()
 
 
+def test_a_state_that_was_brought_there_is_found_there(paths, tmp_path):
+    """Its move is there until the next generation has its number: that looks for it again."""
+    paths.plan.write_text(f'[checkpoint]\nlocation = "{tmp_path / "elsewhere"}"\n')
+    move = left(paths, paths.checkpoints / "relayout-step-5", memory=False)
+    assert save_move(paths) == save_move(paths) == rescue_move(paths) == move.name
+    assert read_move(paths) is None
+
+
 def test_what_a_save_that_was_cut_short_left_in_memory_is_removed(paths):
     folder = in_memory(paths)
     (folder / "relayout-step-5").mkdir(parents=True)
@@ -98,7 +116,7 @@ def test_a_full_disk_leaves_the_state_where_it_is(paths, monkeypatch):
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(shutil, "copytree", full)
-    with pytest.raises(OSError, match="No space"):
+    with pytest.raises(NotRescued, match=r"state of step 5 cannot be kept at .*relayout-step-5: No space"):
         rescue_move(paths)
     assert read_move(paths) == move
     assert (folder / move.name / "part").is_file()

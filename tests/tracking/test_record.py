@@ -306,6 +306,8 @@ def test_a_followed_log_gives_whole_lines(paths, log):
     log.emit("state", state="finished", step=1, reason="")
     reader.join(10)
     assert lines == ["one\n", "end of it\n"]
+    paths.log(0).write_bytes(b"\r 10%\r 90%\r\nover\r")
+    assert list(RunRecord(paths.root).follow_log(0)) == ["\n", " 10%\n", " 90%\n", "over\r"]  # as a bar moves
 
 
 def test_an_answer_is_not_waited_for_when_the_run_has_ended(paths, log):
