@@ -50,8 +50,13 @@ def test_train_lose_a_rank_and_restore(real_lab, shard):
     run.wait(step=ack.step + 2, timeout=60)
     victim = run.status()["ranks"][1]
     survivor = run.status()["ranks"][0]["pid"]
+    keeper = real_lab.info()["keeper"]["pid"]
+    os.kill(keeper, signal.SIGSTOP)  # a loss is seen by who asks, before anybody has written of it
     os.kill(victim["pid"], signal.SIGKILL)
-    reason = eventually(lambda: (s := run.status())["state"] == "failed" and s["reason"])
+    try:
+        reason = eventually(lambda: (s := run.status())["state"] == "failed" and s["reason"])
+    finally:
+        os.kill(keeper, signal.SIGCONT)
     assert reason.startswith(f"rank 1 ({victim['role']}) failed in ")
     with pytest.raises(RunFailed, match="its process ended; logs are in"):
         run.wait(timeout=60)
