@@ -3,29 +3,14 @@ and meanwhile engines of another test on this machine are given some."""
 
 from __future__ import annotations
 
-import shutil
 import tempfile
-import weakref
-from typing import TypeVar
-
-from jupyter_client.manager import AsyncKernelManager, KernelManager
-
-Manager = TypeVar("Manager", KernelManager, AsyncKernelManager)
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 
-def kernel_manager() -> KernelManager:
-    """Starts one kernel."""
-    return _over_files(KernelManager)
-
-
-def notebook_kernel_manager() -> AsyncKernelManager:
-    """Starts the kernel of a notebook (`nbclient.NotebookClient`'s `km`)."""
-    return _over_files(AsyncKernelManager)
-
-
-def _over_files(kind: type[Manager]) -> Manager:
-    """The sockets lie in a folder of their own, with a short path: their names have at most 107 characters."""
-    folder = tempfile.mkdtemp(prefix="kernel-")
-    manager = kind(kernel_name="python3", transport="ipc", ip=f"{folder}/k")
-    weakref.finalize(manager, shutil.rmtree, folder, ignore_errors=True)
-    return manager
+@contextmanager
+def over_files() -> Iterator[dict[str, str]]:
+    """Settings of a kernel's manager. Its sockets lie in a folder of their own: their names have at most 107
+    characters."""
+    with tempfile.TemporaryDirectory(prefix="kernel-", ignore_cleanup_errors=True) as folder:
+        yield {"transport": "ipc", "ip": f"{folder}/k"}

@@ -12,8 +12,9 @@ from pathlib import Path
 
 import nbformat
 import pytest
-from kernels import notebook_kernel_manager
+from kernels import over_files
 from nbclient import NotebookClient
+from traitlets.config import Config
 
 from mmlab import Lab
 from mmlab.lessons import NOTEBOOKS, packaged_notebook
@@ -50,8 +51,9 @@ def executed(name: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> dict[s
     (folder / "runtime").mkdir()
     notebook = read(name)
     try:
-        kernel = notebook_kernel_manager()
-        NotebookClient(notebook, kernel, timeout=800, resources={"metadata": {"path": str(folder)}}).execute()
+        with over_files() as settings:
+            config, place = Config({"KernelManager": settings}), {"metadata": {"path": str(folder)}}
+            NotebookClient(notebook, config=config, timeout=800, resources=place).execute()
     finally:
         render(notebook, name)
         for lab in Lab.live():  # of this test's runtime folder: a lesson that broke off has not closed it

@@ -1,11 +1,13 @@
 """In a real Jupyter kernel: cells return at once, waiting can be interrupted, a restart loses nothing."""
 
+import contextlib
 import queue
 import time
 from pathlib import Path
 
 import pytest
-from kernels import kernel_manager
+from jupyter_client.manager import KernelManager
+from kernels import over_files
 from lab_helpers import eventually
 
 from mmlab.messages import read_json
@@ -20,7 +22,8 @@ plan = mmlab.Plan.preset("laptop").with_("train.steps=100000", "cluster.max_reco
 
 class Kernel:
     def __init__(self):
-        self.manager = kernel_manager()
+        self._end = contextlib.ExitStack()
+        self.manager = KernelManager(kernel_name="python3", **self._end.enter_context(over_files()))
         self.manager.start_kernel()
         self.client = self.manager.client()
         self.client.start_channels()
@@ -62,6 +65,7 @@ class Kernel:
         self.client.stop_channels()
         self.manager.shutdown_kernel(now=True)
         self.manager.cleanup_resources()
+        self._end.close()
 
 
 @pytest.fixture(scope="module")
