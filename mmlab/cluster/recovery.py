@@ -15,7 +15,7 @@ from mmlab.cluster.launching import ActiveRun, Again, Recovery
 from mmlab.errors import MmlabError
 from mmlab.messages import Failure, claim_report, new_command, read_events, read_json, send
 from mmlab.messages.checkpoints import location_of, manifests, newest_first
-from mmlab.messages.moves import falls_back, go_back, read_move, rescue_move
+from mmlab.messages.moves import falls_back, go_back, read_move, rescue_move, say_moved
 from mmlab.plan import Plan
 
 ONLY_A_NEW_PROCESS = ("cuda error", "nccl error")
@@ -38,7 +38,10 @@ def recover(run: ActiveRun, engines: Engines, first: Failure) -> None:
     again = any(past.pid == found.pid for past in recent)
     if engine is not None and (again or any(mark in first.message.lower() for mark in ONLY_A_NEW_PROCESS)):
         engines.kill(engine)
-    saved = has_checkpoint(run) or read_move(run.paths)
+    move = read_move(run.paths)
+    saved = has_checkpoint(run) or move
+    if move is not None and move.generation == run.generation and not move.notice:  # it was to take that up
+        say_moved(run.paths, move, Plan.load(run.paths.plan).train.steps, run.emit)
     restore = "latest" if saved else None
     run.history.append(found)
     run.recovering = found

@@ -7,11 +7,14 @@ among the run's checkpoints.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import shutil
 import socket
 import tempfile
+import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -19,6 +22,7 @@ from typing import Any
 import psutil
 
 from mmlab.messages.checkpoints import MANIFEST, kept_at
+from mmlab.messages.control import Ack, Inbox
 from mmlab.messages.files import RunPaths, read_json, write_atomic, write_json
 from mmlab.messages.locations import Location
 
@@ -99,6 +103,24 @@ def replace_plan(paths: RunPaths, toml: str, generation: int) -> None:
         paths.plans.mkdir(exist_ok=True)
         write_atomic(paths.plans / f"generation-{generation - 1}.toml", old)
         write_atomic(paths.plan, new)
+
+
+def say_moved(paths: RunPaths, move: Move, steps: int, emit: Callable[..., None]) -> None:
+    """Log that a run has another layout, in which it is to do `steps` steps, and answer the command that asked for it,
+    where a rank died between the state and the answer."""
+    emit(
+        "relayout", step=move.step, name=move.name, changes=move.changes, before=move.before, after=move.after,
+        generation=move.generation, through="memory" if move.memory else "disk", bytes=move.bytes,
+        seconds=round(time.time() - move.began, 3), steps=steps,
+    )  # fmt: skip
+    inbox = Inbox(paths.control)
+    for command in inbox.pending():
+        if command.id == move.command:
+            ranks = list(range(move.before))
+            emit("command", step=move.step, id=command.id, verb=command.verb, args=command.args, source=command.source,
+                 ok=True, ranks=ranks, message=move.reason)  # fmt: skip
+            with contextlib.suppress(OSError):  # on a full disk the log says so as soon as there is room
+                inbox.answer(Ack(command.id, True, move.step, ranks, move.reason, time.time()))
 
 
 def falls_back(paths: RunPaths, generation: int) -> Move | None:

@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mmlab.errors import CheckpointError, PlanError
-from mmlab.messages import Ack, read_json
+from mmlab.messages import read_json
 from mmlab.messages.locations import Location
-from mmlab.messages.moves import Move, forget_move, memory_with_room, read_move, write_move
+from mmlab.messages.moves import Move, forget_move, memory_with_room, read_move, say_moved, write_move
 from mmlab.messages.runs import TORCHRUN
 from mmlab.plan import Plan
 from mmlab.plan.relayout import differences, relaid
@@ -125,24 +125,8 @@ class Relayout:
                 forget_move(here.paths)  # first: half a state that is still on its way would be taken for a checkpoint
                 if not move.memory:
                     Location(move.folder).remove(first=checkpoint.MANIFEST)
-        here.emit(
-            "relayout", step=move.step, name=move.name, changes=move.changes, before=move.before, after=move.after,
-            generation=move.generation, through="memory" if move.memory else "disk", bytes=move.bytes,
-            seconds=round(time.time() - move.began, 3), steps=here.plan.train.steps,
-        )  # fmt: skip
-        self._answer(move)
+            say_moved(here.paths, move, here.plan.train.steps, here.emit)
         return True
-
-    def _answer(self, move: Move) -> None:
-        """Answer the command, where a rank died between the state and the answer."""
-        here = self.session
-        for command in here.listener.inbox.pending() if here.mesh.place.rank == 0 else []:
-            if command.id == move.command:
-                ranks = list(range(move.before))
-                ack = Ack(command.id, True, move.step, ranks, move.reason, time.time())
-                here.emit("command", step=move.step, id=command.id, verb=command.verb, args=command.args,
-                          source=command.source, ok=True, ranks=ranks, message=move.reason)  # fmt: skip
-                here.listener.answer(ack)
 
 
 def _both(before: Plan, after: Plan) -> dict[str, list[Any]]:

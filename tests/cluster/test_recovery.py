@@ -16,7 +16,19 @@ from mmlab.cluster.launching import Lacking, choose, go_on, take_over
 from mmlab.cluster.recovery import tidy
 from mmlab.cluster.watching import watch
 from mmlab.errors import LabError
-from mmlab.messages import Beacon, EventLog, Failure, Inbox, read_events, read_failures, read_json, write_failure
+from mmlab.messages import (
+    Beacon,
+    EventLog,
+    Failure,
+    Inbox,
+    new_command,
+    read_ack,
+    read_events,
+    read_failures,
+    read_json,
+    send,
+    write_failure,
+)
 from mmlab.messages.moves import Move, read_move, write_move
 from mmlab.messages.runs import create_run
 from mmlab.plan import Plan
@@ -123,6 +135,27 @@ def test_a_run_that_falls_back_to_the_layout_before_has_not_failed_for_a_moment(
     go_on(run)
     status = RunRecord(run.paths.root).status()
     assert (status["state"], status["generation"]) == ("starting", 2)
+    assert read_move(run.paths) is None
+
+
+def test_a_rank_that_dies_before_the_new_layout_is_taken_up_leaves_the_command_answered(run):
+    """Else the generation after would refuse it as one that changes nothing."""
+    engines = Described(["a"] * 5)
+    start(run, engines)
+    command = new_command("relayout", {"changes": {"parallel.tp": 2}})
+    send(run.paths.control, command)
+    folder = run.paths.checkpoints / "relayout-step-5"
+    folder.mkdir()
+    (folder / "manifest.json").write_text('{"name": "relayout-step-5", "step": 5, "time": 1}')
+    changes = {"parallel.tp": [1, 2]}
+    write_move(run.paths, Move(1, command.id, folder.name, str(folder), "", False, 5, "", 2, 4, 0.0, 0, changes))
+    engines.gone.add(1)
+    watch(run, engines)
+    go_on(run)
+    assert read_ack(run.paths.control, command.id).ok
+    (moved,) = events(run, "relayout")
+    assert (moved["changes"], moved["after"], moved["steps"]) == (changes, 4, Plan.load(run.paths.plan).train.steps)
+    assert [event["ok"] for event in events(run, "command")] == [True]
     assert read_move(run.paths) is None
 
 
