@@ -1,7 +1,7 @@
 """What is said between processes: commands, acks, events, beacons. Small files, no torch."""
 
 from mmlab.messages.beacon import AXES, LEFT_UNSAID, PHASES, Beacon, BeaconState, all_left, read_beacons
-from mmlab.messages.control import Ack, Command, Inbox, new_command, read_abort, read_ack, send, wait_ack
+from mmlab.messages.control import Ack, Command, Inbox, answered, new_command, read_abort, read_ack, send, wait_ack
 from mmlab.messages.events import ENDED, Event, EventLog, planned_steps, read_events
 from mmlab.messages.failures import (
     Failure,
@@ -28,6 +28,7 @@ __all__ = [
     "Inbox",
     "RunPaths",
     "all_left",
+    "answered",
     "claim_report",
     "new_command",
     "planned_steps",

@@ -57,6 +57,12 @@ class Ack:
     time: float = 0.0
 
 
+def answered(command: Command, ack: Ack) -> dict[str, Any]:
+    """What the run's log says of a command and what became of it: the fields of its `command` event."""
+    about = {"id": command.id, "verb": command.verb, "args": command.args, "source": command.source}
+    return about | {"step": ack.step, "ok": ack.ok, "ranks": ack.ranks, "message": ack.message}
+
+
 def new_command(verb: str, args: dict[str, Any] | None = None, source: str = "api") -> Command:
     """A command with a sortable id. PlanError on an unknown verb."""
     if verb not in VERBS:

@@ -22,7 +22,7 @@ from typing import Any
 import psutil
 
 from mmlab.messages.checkpoints import MANIFEST, kept_at
-from mmlab.messages.control import Ack, Inbox
+from mmlab.messages.control import Ack, Inbox, answered
 from mmlab.messages.files import RunPaths, read_json, write_atomic, write_json
 from mmlab.messages.locations import Location
 
@@ -116,11 +116,10 @@ def say_moved(paths: RunPaths, move: Move, steps: int, emit: Callable[..., None]
     inbox = Inbox(paths.control)
     for command in inbox.pending():
         if command.id == move.command:
-            ranks = list(range(move.before))
-            emit("command", step=move.step, id=command.id, verb=command.verb, args=command.args, source=command.source,
-                 ok=True, ranks=ranks, message=move.reason)  # fmt: skip
+            ack = Ack(command.id, True, move.step, list(range(move.before)), move.reason, time.time())
+            emit("command", **answered(command, ack))
             with contextlib.suppress(OSError):  # on a full disk the log says so as soon as there is room
-                inbox.answer(Ack(command.id, True, move.step, ranks, move.reason, time.time()))
+                inbox.answer(ack)
 
 
 def falls_back(paths: RunPaths, generation: int) -> Move | None:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from mmlab.errors import CheckpointError, MmlabError
-from mmlab.messages import Ack, EventLog, Inbox, new_command, process_alive
+from mmlab.messages import Ack, EventLog, Inbox, answered, new_command, process_alive
 from mmlab.messages.beacon import PHASES, BeaconState
 from mmlab.messages.checkpoints import MANIFEST
 from mmlab.messages.locations import Location
@@ -108,13 +108,12 @@ def _logged(record: RunRecord, strike: Strike, ranks: list[int], message: str) -
     """Write down what is done, and its answer, as a rank would."""
     command = new_command("chaos", strike.args())
     status = record.status()
-    step = status["step"]
+    ack = Ack(command.id, True, status["step"], ranks, message, time.time())
     try:
         log = EventLog(record.paths.events, status["lineage"])
-        log.emit("command", step=step, id=command.id, verb="chaos", args=command.args, source=command.source, ok=True,
-                 ranks=ranks, message=message)  # fmt: skip
+        log.emit("command", **answered(command, ack))
         log.close()
-        Inbox(record.paths.control).answer(Ack(command.id, True, step, ranks, message, time.time()))
+        Inbox(record.paths.control).answer(ack)
     except OSError as error:
         raise MmlabError(f"chaos: {record.paths.root} cannot be written: {error.strerror}") from None
     return Sent("chaos", command.id, record.paths.control)

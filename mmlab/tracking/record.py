@@ -163,7 +163,8 @@ class RunRecord:
         """The steps of the current lineage since the last relayout, the newest first: earlier ones have other ranks."""
         lineages = {event["id"] for event in self.lineages()}
         moves = [e["step"] for e in self.rare_events() if e["kind"] == "relayout" and e["lineage"] in lineages]
-        return takewhile(lambda event: event["step"] > max(moves, default=-1), self.steps_back())
+        since = max(moves, default=-1)
+        return takewhile(lambda event: event["step"] > since, self.steps_back())
 
     def live_plan(self) -> Plan:
         """The run's plan with what commands and restores have made of its live fields."""

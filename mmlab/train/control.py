@@ -19,7 +19,17 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from mmlab.messages import Ack, Command, Inbox, RunPaths, read_abort, read_aborted, read_failures, write_aborted
+from mmlab.messages import (
+    Ack,
+    Command,
+    Inbox,
+    RunPaths,
+    answered,
+    read_abort,
+    read_aborted,
+    read_failures,
+    write_aborted,
+)
 from mmlab.messages.moves import moving_on
 from mmlab.messages.notices import take_notices
 from mmlab.parallel.abort import Connections
@@ -206,6 +216,5 @@ class Boundary:
         reason = texts.pop() if len(texts) == 1 else "; ".join(failed)
         ranks = [rank for rank, _, _ in outcomes]
         ack = Ack(command.id, not failed, step, ranks, reason or message, time.time())
-        self.emit("command", step=step, id=command.id, verb=command.verb, args=command.args, source=command.source,
-                  ok=ack.ok, ranks=ranks, message=ack.message)  # fmt: skip
+        self.emit("command", **answered(command, ack))
         return ack

@@ -14,7 +14,7 @@ from mmlab.data.manifest import StepManifest
 from mmlab.data.order import Position
 from mmlab.data.pipeline import DataSource
 from mmlab.errors import CheckpointError, MmlabError, PlanError, RunFailed
-from mmlab.messages import PHASES, Ack, Command, EventLog, RunPaths, planned_steps, read_events
+from mmlab.messages import PHASES, Ack, Command, EventLog, RunPaths, answered, planned_steps, read_events
 from mmlab.parallel.mesh import Mesh
 from mmlab.parallel.watch import Watch
 from mmlab.plan import Plan, set_live
@@ -233,10 +233,9 @@ class Session:
         """Answer what came too late to be applied: nobody is to wait for a run that has ended (rank 0)."""
         for command in self.listener.take():
             ok, message = command.verb == "stop", "the run had done its last step"
-            step = self.steering.step
-            self.emit("command", step=step, id=command.id, verb=command.verb, args=command.args,
-                      source=command.source, ok=ok, ranks=[0], message=message)  # fmt: skip
-            self.listener.answer(Ack(command.id, ok, step, [0], message, time.time()))
+            ack = Ack(command.id, ok, self.steering.step, [0], message, time.time())
+            self.emit("command", **answered(command, ack))
+            self.listener.answer(ack)
 
     @property
     def over(self) -> bool:

@@ -27,6 +27,7 @@ from mmlab.messages import (
     Failure,
     Inbox,
     RunPaths,
+    answered,
     claim_report,
     process_alive,
     process_started,
@@ -281,11 +282,11 @@ def _report_abort(job: Job, paths: RunPaths, watch: Watch, command: Command | No
     source = command.source if command is not None else "api"
     where = f"rank {job.rank} ({watch.role}) was in {watch.phase} of step {watch.step}"
     if command is not None:
-        _emit(paths, "command", step=watch.step, id=command.id, verb="abort", args=command.args, source=source,
-              ok=True, ranks=[job.rank], message=where)  # fmt: skip
+        ack = Ack(command.id, True, watch.step, [job.rank], where, time.time())
+        _emit(paths, "command", **answered(command, ack))
     _emit(paths, "state", step=watch.step, state="stopped", reason=f"aborted ({source}); {where}")
     if command is not None:
-        Inbox(paths.control).answer(Ack(command.id, True, watch.step, [job.rank], where, time.time()))
+        Inbox(paths.control).answer(ack)
 
 
 def _fail(job: Job, paths: RunPaths, watch: Watch, connections: Connections, error: BaseException) -> None:
